@@ -1,0 +1,1 @@
+"""Measurements behind the `hcompile` command; nothing here is imported by the library."""

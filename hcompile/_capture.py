@@ -1,0 +1,509 @@
+"""What a call can see, taken apart by path: arrays to lift, and facts that must stay equal.
+
+A function sees its arguments, and what it captured: closure cells, defaults, a bound ``self``,
+the globals that it and its helpers read. ``capture`` walks all of them and returns
+
+- ``arrays``: every array found, in the order of the walk. They become inputs, so layer 7's weights
+  take layer 0's place;
+- ``facts``: everything else, as hashable values in the same order. Two calls with equal facts
+  differ in their arrays only;
+- ``rebuild(arrays)``: the call with other arrays (tracers) in those places. Whatever holds an array
+  or can be written to is rebuilt as a copy, so tracing cannot touch the caller's objects; if the
+  copies differ from the originals afterwards, the function had a side effect.
+
+The walk runs at every region call, so nothing is remembered that could have been rebound since.
+Of a plain object, a class or a module only those attributes count that reachable code names: a
+layer's ``name`` does not defeat reuse unless something reads it.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+import types
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ._code import (
+    CALLED_BY_SYNTAX,
+    CONSTRUCTORS,
+    DYNAMIC_READS,
+    PURE_BASES,
+    CodeInfo,
+    code_info,
+    is_library,
+)
+from ._fingerprint import Same, Tag, constant, is_array, is_traced
+
+
+class UnknownLeafError(Exception):
+    """Something whose equality is unknown, or that cannot be rebuilt: no reuse for this call."""
+
+
+_MAX_NODES = 100_000
+_tree_flatten = jax.tree_util.tree_flatten
+
+
+# --- The walk ---------------------------------------------------------------------------------
+
+
+class Node:
+    """One value that the walk met, its parts by key, and how to put new parts together.
+
+    ``blank`` allocates the copy before its parts are known, so that cycles can be rebuilt; it and
+    ``fill`` are None for a value that is only compared. A node without ``parts`` and with an
+    ``index`` is an array.
+    """
+
+    __slots__ = ("blank", "fill", "index", "mutable", "parts", "value")
+
+    def __init__(self, value: Any, *, mutable: bool = False, index: int | None = None):
+        self.value = value
+        self.index = index
+        self.mutable = mutable
+        self.parts: dict[Hashable, Node] = {}
+        self.blank: Callable[[Any], Any] | None = None
+        self.fill: Callable[[Any, Any, dict[Hashable, Any]], Any] | None = None
+
+
+class _Namespace:
+    """An object, class or module of which only the attributes that code names are walked.
+
+    ``all_names``: an instance of a library's class, whose own code is not read, counts whole.
+    """
+
+    __slots__ = ("all_names", "node", "number", "path", "replaceable", "seen")
+
+    def __init__(self, node: Node, number: int, path: Any, replaceable: bool, all_names: bool):
+        self.node = node
+        self.number = number
+        self.path = path
+        self.replaceable = replaceable
+        self.all_names = all_names
+        self.seen: set[str] = set()
+
+
+class Captured:
+    """A call taken apart; see the module's docstring.
+
+    Attributes:
+      arrays: what is lifted, in order.
+      facts: hashable values, in order; equal facts mean interchangeable calls.
+      compared: concrete arrays that no rebuilding reaches (read by a method from its module, say).
+        They stay constants of the body, and facts pin their identity.
+    """
+
+    def __init__(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]):
+        self.arrays: list[Any] = []
+        self.facts: list[Hashable] = []
+        self.compared: list[Any] = []
+        self._paths: list[Any] = []
+        self._nodes: list[Node] = []
+        self._known: dict[tuple[int, bool | str], tuple[Node, int]] = {}
+        self._namespaces: list[_Namespace] = []
+        self._names: set[str] = set()
+        self._fn = self._visit(fn, ("", None), True)
+        self._arguments = self._visit((args, kwargs), ("arguments", None), True)
+        self._visit_named_attributes()
+
+    def path(self, index: int) -> str:
+        """Where fact number ``index`` was found, e.g. ``self.norm.eps`` or ``arguments[0][1]``."""
+        return _render(self._paths[index]) if index < len(self._paths) else "the end"
+
+    def rebuild(self, arrays: Sequence[Any]) -> tuple[Callable[..., Any], tuple, dict[str, Any]]:
+        """``(fn, args, kwargs)`` with ``arrays`` in the places of ``self.arrays``."""
+        rebuilder = _Rebuilder(arrays, self._nodes)
+        fn = rebuilder(self._fn)
+        args, kwargs = rebuilder(self._arguments)
+        return fn, args, kwargs
+
+    # Each ``_visit_*`` records one fact for the value itself, then visits its parts.
+
+    def _visit(self, value: Any, path: Any, replaceable: bool) -> Node:
+        if is_array(value):
+            return self._visit_array(value, path, replaceable)
+        fact = constant(value)
+        if fact is not None:
+            self._record(fact, path)
+            return self._constant_node(value)
+        known = self._known.get((id(value), replaceable))
+        if known is not None:
+            self._record(("again", known[1]), path)
+            return known[0]
+        if len(self._nodes) > _MAX_NODES:
+            raise UnknownLeafError(f"{_render(path)} leads to over {_MAX_NODES} objects")
+        return self._visitor(value)(self, value, path, replaceable)
+
+    @staticmethod
+    def _visitor(value: Any) -> Callable[[Captured, Any, Any, bool], Node]:
+        if isinstance(value, types.FunctionType):
+            return Captured._visit_function
+        if isinstance(value, types.MethodType):
+            return Captured._visit_method
+        if isinstance(value, functools.partial):
+            return Captured._visit_partial
+        if isinstance(value, (type, types.ModuleType)):
+            return Captured._visit_class_or_module
+        if _is_container(value):
+            return Captured._visit_container
+        if isinstance(value, (set, types.CellType)):
+            return Captured._visit_set_or_cell
+        if callable(value) and is_library(type(value).__module__):
+            return Captured._visit_library_callable
+        return Captured._visit_object
+
+    def _record(self, fact: Hashable, path: Any) -> None:
+        self.facts.append(fact)
+        self._paths.append(path)
+
+    def _add(self, value: Any, replaceable: bool, mutable: bool = False) -> Node:
+        node = Node(value, mutable=mutable)
+        self._known[id(value), replaceable] = (node, len(self._nodes))
+        self._nodes.append(node)
+        return node
+
+    def _constant_node(self, value: Any) -> Node:
+        node = Node(value)
+        if isinstance(value, np.ndarray):  # can be written to, so the body gets its own
+            node.mutable = True
+            node.fill = lambda _, old, new: old.copy()
+            self._nodes.append(node)
+        return node
+
+    def _visit_array(self, value: Any, path: Any, replaceable: bool) -> Node:
+        if replaceable:
+            self._record(Tag.ARRAY, path)
+            node = Node(value, index=len(self.arrays))
+            self.arrays.append(value)
+            self._nodes.append(node)  # not by identity: one array in two places is two inputs
+            return node
+        if is_traced(value):
+            raise UnknownLeafError(
+                f"{_render(path)} is a traced array that cannot be made an input"
+            )
+        self._record((Tag.ARRAY, Same(value)), path)
+        self.compared.append(value)
+        return Node(value)
+
+    def _visit_function(self, fn: types.FunctionType, path: Any, replaceable: bool) -> Node:
+        node = self._add(fn, replaceable)
+        library = is_library(fn.__globals__.get("__name__"))
+        if library and not fn.__closure__:
+            self._record(Same(fn), path)
+            return node
+        self._record(("function", Same(fn.__code__)), path)
+        visible = {}
+        if not library:
+            info = self._note_code(fn.__code__, path)
+            visible = {n: fn.__globals__[n] for n in info.global_names if n in fn.__globals__}
+            self._record((tuple(visible), len(fn.__globals__.keys() & visible.keys())), path)
+        parts: dict[Hashable, tuple[Any, str]] = {}
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+            if cell_is_empty(cell):
+                self._record("an empty cell", path)
+            else:
+                parts["cell", name] = (cell.cell_contents, name)
+        for i, default in enumerate(fn.__defaults__ or ()):
+            parts["default", i] = (default, f"default {i} of {fn.__name__}")
+        for name, default in (fn.__kwdefaults__ or {}).items():
+            parts["kwdefault", name] = (default, f"default {name} of {fn.__name__}")
+        for name, value in visible.items():
+            parts["global", name] = (value, f"global {name}")
+        node.blank, node.fill = _blank_function, _fill_function
+        for key, (value, name) in parts.items():
+            node.parts[key] = self._visit(value, (name, None), replaceable)
+        return node
+
+    def _note_code(self, code: types.CodeType, path: Any) -> CodeInfo:
+        info = code_info(code)
+        if info.written_global:
+            name, line = info.written_global
+            raise UnknownLeafError(f"line {line} of {code.co_filename} assigns the global {name!r}")
+        if info.opaque:
+            raise UnknownLeafError(f"{code.co_qualname} calls {info.opaque}(), which can read all")
+        self._names |= info.names
+        return info
+
+    def _visit_method(self, method: types.MethodType, path: Any, replaceable: bool) -> Node:
+        node = self._add(method, replaceable)
+        self._record("method", path)
+        node.parts["self"] = self._visit(method.__self__, ("self", None), replaceable)
+        node.parts["func"] = self._visit(method.__func__, path, replaceable)
+        node.fill = lambda _, old, new: types.MethodType(new["func"], new["self"])
+        return node
+
+    def _visit_partial(self, value: functools.partial, path: Any, replaceable: bool) -> Node:
+        node = self._add(value, replaceable)
+        self._record(("partial", type(value)), path)
+        parts = (value.func, value.args, value.keywords)
+        for i, part in enumerate(parts):
+            node.parts[i] = self._visit(part, path, replaceable)
+        node.fill = lambda _, old, new: type(old)(new[0], *new[1], **new[2])
+        return node
+
+    def _visit_container(self, value: Any, path: Any, replaceable: bool) -> Node:
+        node = self._add(value, replaceable, mutable=True)
+        leaves, treedef = _tree_flatten(value)
+        try:
+            hash(treedef)
+        except TypeError as error:
+            raise UnknownLeafError(f"{_render(path)} has unhashable structure: {error}") from None
+        self._record(treedef, path)
+        node.parts = {
+            i: self._visit(leaf, (path, (value, i)), replaceable) for i, leaf in enumerate(leaves)
+        }
+        node.fill = lambda _, old, new: jax.tree_util.tree_unflatten(treedef, new.values())
+        for kind in _node_types(treedef):
+            self._note_class(kind, path)
+        return node
+
+    def _visit_set_or_cell(self, value: Any, path: Any, replaceable: bool) -> Node:
+        if isinstance(value, set):
+            fact = constant(frozenset(value))
+            if fact is not None:
+                node = self._add(value, replaceable, mutable=True)
+                self._record(("set", fact), path)
+                node.fill = lambda _, old, new: set(old)
+                return node
+        raise UnknownLeafError(f"{_render(path)} is a {type(value).__name__}")
+
+    def _visit_library_callable(self, value: Any, path: Any, replaceable: bool) -> Node:
+        """A jitted function, a ufunc, a ``custom_vjp`` object: the very object, and what it wraps."""
+        node = self._add(value, replaceable)
+        self._record(Same(value), path)
+        wrapped = getattr(value, "__wrapped__", None)
+        if isinstance(wrapped, types.FunctionType):
+            self._visit(wrapped, path, False)
+        return node
+
+    def _visit_class_or_module(self, value: Any, path: Any, replaceable: bool) -> Node:
+        node = self._add(value, replaceable)
+        self._record(Same(value), path)
+        if isinstance(value, type):
+            self._names |= CONSTRUCTORS
+            for base in value.__mro__:
+                self._note_class(base, path)
+        elif not is_library(value.__name__):
+            self._namespaces.append(_Namespace(node, len(self._nodes), path, False, False))
+        return node
+
+    def _visit_object(self, value: Any, path: Any, replaceable: bool) -> Node:
+        kind = type(value)
+        if _instance_attributes(value) is None:
+            raise UnknownLeafError(f"{_render(path)} is a {kind.__qualname__}: unknown equality")
+        node = self._add(value, replaceable, mutable=True)
+        self._record((Tag.MODULE, Same(kind)), path)
+        node.blank, node.fill = _blank_object, _fill_object
+        library = any(
+            is_library(base.__module__) for base in kind.__mro__ if base not in PURE_BASES
+        )
+        self._namespaces.append(_Namespace(node, len(self._nodes), path, replaceable, library))
+        for base in kind.__mro__:
+            self._note_class(base, path)
+        return node
+
+    def _note_class(self, kind: type, path: Any) -> None:
+        """A class whose methods the body may run: what their code reads counts too."""
+        if (id(kind), "class") not in self._known and not is_library(kind.__module__):
+            node = Node(kind)
+            self._known[id(kind), "class"] = (node, len(self._nodes))
+            self._record(Same(kind), path)
+            self._namespaces.append(_Namespace(node, len(self._nodes), path, False, False))
+
+    # Plain objects come last, and again whenever code that was met since names more attributes.
+
+    def _visit_named_attributes(self) -> None:
+        progress = True
+        while progress:
+            progress = False
+            for space in list(self._namespaces):
+                for name in sorted(self._unseen(space)):
+                    space.seen.add(name)
+                    progress = True
+                    self._visit_attribute(space, name)
+
+    def _unseen(self, space: _Namespace) -> set[str]:
+        owned = _own_names(space.node.value)
+        if isinstance(space.node.value, type):
+            return {n for n in owned if n in self._names or n in CALLED_BY_SYNTAX} - space.seen
+        if space.all_names or self._names & DYNAMIC_READS:
+            return owned - space.seen
+        return (owned & self._names) - space.seen
+
+    def _visit_attribute(self, space: _Namespace, name: str) -> None:
+        value = space.node.value
+        path = (space.path, name)
+        self._record((space.number, name), path)
+        if isinstance(value, type):
+            for part in _class_attribute(value, name):
+                self._visit(part, path, False)
+        else:
+            space.node.parts[name] = self._visit(_get(value, name), path, space.replaceable)
+
+
+# --- Kinds of values --------------------------------------------------------------------------
+
+
+def _is_container(value: Any) -> bool:
+    """Whether ``jax.tree_util`` knows how to take ``value`` apart."""
+    return not jax.tree_util.all_leaves((value,))
+
+
+@functools.lru_cache(maxsize=4096)
+def _node_types(treedef: Any) -> tuple[type, ...]:
+    """The classes of all containers in a treespec, outermost first; Python's own left out."""
+    data = treedef.node_data()
+    if data is None:
+        return ()
+    own = () if data[0] in (tuple, list, dict, type(None)) else (data[0],)
+    inner = (kind for child in treedef.children() for kind in _node_types(child))
+    return tuple(dict.fromkeys((*own, *inner)))
+
+
+def cell_is_empty(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents
+    except ValueError:
+        return True
+    return False
+
+
+def _slots(kind: type) -> list[str]:
+    found: list[str] = []
+    for base in kind.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        found += [slots] if isinstance(slots, str) else list(slots)
+    return [s for s in found if s not in ("__dict__", "__weakref__")]
+
+
+_POINTER = struct.calcsize("P")
+
+
+def _instance_attributes(value: Any) -> dict[str, Any] | None:
+    """The attributes an instance holds; None if it holds state that Python cannot see.
+
+    Such state makes an instance larger than its slots and the two pointers of ``__dict__`` and
+    ``__weakref__``: a lock, a file, a NumPy generator.
+    """
+    kind = type(value)
+    slots = _slots(kind)
+    hidden = kind.__basicsize__ - object.__basicsize__ - _POINTER * len(slots)
+    has_attributes = bool(slots) or hasattr(value, "__dict__")
+    if not has_attributes or kind.__itemsize__ or not 0 <= hidden <= 2 * _POINTER:
+        return None
+    attributes = {s: getattr(value, s) for s in slots if hasattr(value, s)}
+    return attributes | dict(getattr(value, "__dict__", {}))
+
+
+def _own_names(value: Any) -> set[str]:
+    if isinstance(value, (type, types.ModuleType)):
+        return set(vars(value))
+    return set(_instance_attributes(value) or ())
+
+
+def _get(value: Any, name: str) -> Any:
+    if isinstance(value, types.ModuleType):
+        return vars(value)[name]
+    return (_instance_attributes(value) or {})[name]
+
+
+_DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType)
+
+
+def _class_attribute(kind: type, name: str) -> Iterable[Any]:
+    """What there is to compare behind ``kind.name``: functions inside descriptors, or the value."""
+    value = vars(kind)[name]
+    if isinstance(value, (staticmethod, classmethod)):
+        return [value.__func__]
+    if isinstance(value, property):
+        return [f for f in (value.fget, value.fset) if f is not None]
+    if isinstance(value, functools.cached_property):
+        return [value.func]
+    if isinstance(value, _DESCRIPTORS) or name in ("__dict__", "__weakref__", "__doc__"):
+        return []
+    return [value]
+
+
+# --- Rebuilding -------------------------------------------------------------------------------
+
+
+class _Rebuilder:
+    """Copies of the nodes that hold arrays or can be written to; the other values as they are."""
+
+    def __init__(self, arrays: Sequence[Any], nodes: list[Node]):
+        self._arrays = arrays
+        self._done: dict[int, Any] = {}
+        self._needed = {id(n) for n in nodes if n.index is not None or n.mutable}
+        grown = True
+        while grown:  # to a fixed point, since nodes can form cycles
+            fresh = {
+                id(n)
+                for n in nodes
+                if id(n) not in self._needed
+                and any(id(part) in self._needed for part in n.parts.values())
+            }
+            self._needed |= fresh
+            grown = bool(fresh)
+
+    def __call__(self, node: Node) -> Any:
+        if node.index is not None:
+            return self._arrays[node.index]
+        if id(node) not in self._needed or node.fill is None:
+            return node.value
+        if id(node) not in self._done:
+            blank = None
+            if node.blank is not None:
+                blank = self._done[id(node)] = node.blank(node.value)
+            parts = {key: self(part) for key, part in node.parts.items()}
+            self._done[id(node)] = node.fill(blank, node.value, parts)
+        return self._done[id(node)]
+
+
+def _blank_function(fn: types.FunctionType) -> types.FunctionType:
+    cells = tuple(types.CellType() for _ in fn.__closure__ or ())
+    copy = types.FunctionType(fn.__code__, dict(fn.__globals__), fn.__name__, None, cells)
+    copy.__dict__.update(fn.__dict__)
+    copy.__qualname__, copy.__module__ = fn.__qualname__, fn.__module__
+    return copy
+
+
+def _fill_function(copy: Any, fn: Any, parts: dict[Any, Any]) -> types.FunctionType:
+    for name, cell in zip(fn.__code__.co_freevars, copy.__closure__ or (), strict=True):
+        if ("cell", name) in parts:
+            cell.cell_contents = parts["cell", name]
+    defaults = fn.__defaults__
+    copy.__defaults__ = defaults and tuple(parts["default", i] for i in range(len(defaults)))
+    kwdefaults = fn.__kwdefaults__
+    copy.__kwdefaults__ = kwdefaults and {name: parts["kwdefault", name] for name in kwdefaults}
+    for key, value in parts.items():
+        if key[0] == "global":
+            copy.__globals__[key[1]] = value
+    return copy
+
+
+def _blank_object(value: Any) -> Any:
+    return object.__new__(type(value))
+
+
+def _fill_object(copy: Any, value: Any, parts: dict[Any, Any]) -> Any:
+    for name, attribute in ((_instance_attributes(value) or {}) | parts).items():
+        object.__setattr__(copy, name, attribute)
+    return copy
+
+
+# --- Paths, for reports -----------------------------------------------------------------------
+
+
+def _render(path: Any) -> str:
+    head, step = path
+    if step is None:
+        return head or "the function"
+    prefix = head if isinstance(head, str) else _render(head)
+    if isinstance(step, str):
+        return f"{prefix}.{step}"
+    container, index = step
+    keypath = jax.tree_util.tree_flatten_with_path(container)[0][index][0]
+    return prefix + jax.tree_util.keystr(keypath)

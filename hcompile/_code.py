@@ -1,0 +1,83 @@
+"""What Python code reads and writes, from its bytecode, and whose code is taken on trust."""
+
+from __future__ import annotations
+
+import abc
+import dis
+import functools
+import sys
+import types
+from collections.abc import Iterator
+from typing import Generic, Protocol
+
+# Functions of these packages are taken as they are: their globals are not user state.
+_LIBRARIES = (frozenset(sys.stdlib_module_names) - {"__main__"}) | {
+    *("jax", "jaxlib", "numpy", "scipy", "ml_dtypes", "flax", "optax", "orbax", "chex"),
+    *("equinox", "haiku", "jaxtyping", "einops", "hcompile"),
+}
+DYNAMIC_READS = frozenset({"getattr", "hasattr", "vars", "__dict__", "dir", "attrgetter", "fields"})
+_OPAQUE_CALLS = frozenset({"exec", "eval", "globals"})
+# Methods that run without their name being read. Comparison and formatting are added where code
+# compares or formats: a dataclass's own would otherwise make every field count.
+CALLED_BY_SYNTAX = frozenset(
+    f"__{name}__"
+    for name in """call getitem setitem delitem len iter next contains bool int index float enter
+    exit getattr getattribute setattr get set add sub mul matmul truediv floordiv mod pow neg pos
+    abs invert and or xor lshift rshift radd rsub rmul rmatmul rtruediv rfloordiv rmod rpow iadd
+    isub imul imatmul itruediv jax_array""".split()
+)
+CONSTRUCTORS = frozenset({"__new__", "__init__", "__post_init__"})
+_COMPARISONS = frozenset({"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__"})
+_FORMATTERS = frozenset({"__str__", "__repr__", "__format__"})
+_BY_OPCODE = {
+    "COMPARE_OP": _COMPARISONS,
+    "CONTAINS_OP": _COMPARISONS,
+    "FORMAT_VALUE": _FORMATTERS,
+    "FORMAT_SIMPLE": _FORMATTERS,
+    "FORMAT_WITH_SPEC": _FORMATTERS,
+    "CONVERT_VALUE": _FORMATTERS,
+}
+# Classes without state or methods of their own, which do not make an instance a library's.
+PURE_BASES = (object, abc.ABC, Generic, Protocol)
+
+
+def is_library(module: str | None) -> bool:
+    root, _, rest = (module or "").partition(".")
+    return root in _LIBRARIES and not rest.startswith("examples")
+
+
+class CodeInfo:
+    """What a code object and those nested in it read and write, from its bytecode."""
+
+    __slots__ = ("global_names", "names", "opaque", "written_global")
+
+    def __init__(self, code: types.CodeType):
+        names = set().union(*(c.co_names for c in _nested(code)))
+        reads: dict[str, None] = {}
+        self.written_global: tuple[str, int | None] | None = None
+        for instruction in (i for c in _nested(code) for i in dis.get_instructions(c)):
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                reads[instruction.argval] = None
+            elif instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+                line = instruction.positions.lineno if instruction.positions else None
+                self.written_global = (instruction.argval, line)
+            names |= _BY_OPCODE.get(instruction.opname, frozenset())
+        if names & {"str", "repr", "format", "print"}:
+            names |= _FORMATTERS
+        if names & {"type", "__class__", "replace", "copy"}:
+            names |= CONSTRUCTORS
+        self.names = frozenset(names)
+        self.global_names = tuple(reads)
+        self.opaque = next((n for n in reads if n in _OPAQUE_CALLS), None)
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from _nested(const)
+
+
+@functools.lru_cache(maxsize=4096)
+def code_info(code: types.CodeType) -> CodeInfo:
+    return CodeInfo(code)

@@ -1,0 +1,137 @@
+"""Leaves of a call: what kind each is, and what must be equal for a cached body to serve it.
+
+The tags are those of ``torch.compiler.nested_compile_region``'s subgraph reuse. An array is known
+by its place alone, since ``jax.jit`` keeps one trace for each set of shapes, dtypes, weak types
+and shardings behind a cached body; a constant is known by type and value.
+"""
+
+from __future__ import annotations
+
+import enum
+import types
+import weakref
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import numpy as np
+
+# A NumPy array up to this many elements is a table that steers Python code, so it is a constant,
+# compared by content. A larger one holds weights or data, and is lifted like a ``jax.Array``.
+MAX_CONSTANT_ELEMENTS = 1024
+
+
+class Tag(enum.Enum):
+    """What a leaf of a call's arguments or captures is."""
+
+    ARRAY = "array"  # an input of the body
+    CONSTANT = "constant"  # part of the body, equal in value and type
+    MODULE = "module"  # an object with a structure of its own, which is compared; arrays lifted
+    UNKNOWN = "unknown"  # the call is not eligible for reuse
+
+
+class Same:
+    """A fact that holds for one object only, by identity. Does not keep the object alive."""
+
+    __slots__ = ("_hash", "_ref")
+
+    def __init__(self, value: Any):
+        try:
+            self._ref = weakref.ref(value)
+        except TypeError:  # no weak references: keeping it alive keeps its id from being reused
+            self._ref = lambda: value
+        self._hash = id(value)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Same):
+            return NotImplemented
+        mine = self._ref()
+        return mine is not None and mine is other._ref()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        value = self._ref()
+        if value is None:
+            return "<an object that is gone>"
+        name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
+        return f"{name or type(value).__name__} at {id(value):#x}"
+
+
+class Constant:
+    """A fact about a value: equal in value *and* type; ``nan`` equals itself, ``0.0`` not ``-0.0``."""
+
+    __slots__ = ("key", "shown")
+
+    def __init__(self, key: Hashable, shown: Any):
+        self.key = key
+        self.shown = shown
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and other.key == self.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        text = repr(self.shown)
+        return text if len(text) <= 60 else text[:57] + "..."
+
+
+def is_array(value: Any) -> bool:
+    """Whether ``value`` is lifted to an input: a ``jax.Array``, a tracer, a large NumPy array."""
+    if isinstance(value, jax.Array):
+        return True
+    return isinstance(value, np.ndarray) and value.size > MAX_CONSTANT_ELEMENTS
+
+
+def is_traced(value: Any) -> bool:
+    return isinstance(value, jax.core.Tracer)
+
+
+# Compared with ``==`` after ``type``: immutable, and equal only when interchangeable.
+_PLAIN = (bool, int, str, bytes, types.NoneType, types.EllipsisType, range, enum.Enum)
+_BY_VALUE = (
+    *_PLAIN,
+    np.dtype,
+    jax.sharding.Sharding,
+    jax.sharding.PartitionSpec,
+    jax.sharding.Mesh,
+    jax.sharding.AbstractMesh,
+)
+
+
+def constant(value: Any) -> Constant | None:
+    """The fact for ``value`` if it is a constant, else None."""
+    key = _constant_key(value)
+    return None if key is None else Constant(key, value)
+
+
+def _constant_key(value: Any) -> Hashable | None:
+    kind = type(value)
+    if isinstance(value, _BY_VALUE):
+        return (kind, value)
+    if isinstance(value, (float, complex)) and kind in (float, complex):
+        return (kind, repr(value))  # repr tells nan, -0.0 and every digit apart
+    if isinstance(value, np.generic) and not value.dtype.hasobject:
+        return (kind, value.tobytes())
+    if isinstance(value, np.ndarray):
+        return _ndarray_key(value)
+    if isinstance(value, slice):
+        return _sequence_key(kind, (value.start, value.stop, value.step))
+    if isinstance(value, frozenset):
+        key = _sequence_key(kind, tuple(value))
+        return None if key is None else (kind, frozenset(key[1:]))
+    return None
+
+
+def _ndarray_key(value: np.ndarray) -> Hashable | None:
+    if value.dtype.hasobject or value.size > MAX_CONSTANT_ELEMENTS:
+        return None
+    return (np.ndarray, value.dtype, value.shape, value.tobytes())
+
+
+def _sequence_key(kind: type, values: tuple) -> tuple | None:
+    keys = tuple(map(_constant_key, values))
+    return None if None in keys else (kind, *keys)

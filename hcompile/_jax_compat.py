@@ -1,0 +1,243 @@
+"""The only file that knows JAX versions and JAX's extension interfaces.
+
+Everything here comes from ``jax.*``, ``jax.extend.*`` or ``jax.interpreters.*``. The floor is
+0.10.2; what differs between releases is said at the branch that handles it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+from jax.interpreters import partial_eval as pe
+
+ClosedJaxpr = jex.ClosedJaxpr
+Jaxpr = jex.Jaxpr
+JaxprEqn = jex.JaxprEqn
+Literal = jex.Literal
+Primitive = jex.Primitive
+Var = jex.Var
+jaxpr_as_fun = jex.jaxpr_as_fun
+
+
+# --- Where we are: eager or under a trace, and in which of JAX's contexts ---------------------
+
+
+def evaluating() -> AbstractContextManager[None]:
+    """A context in which nothing is traced, whatever is traced outside it."""
+    return jax.core.eval_context()
+
+
+with evaluating():
+    _EAGER = jex.get_opaque_trace_state()
+
+
+def is_eager() -> bool:
+    """Whether no trace and no transformation is active in this thread."""
+    return jex.get_opaque_trace_state() == _EAGER
+
+
+@jax.tree_util.register_static
+class ContextToken:
+    """One set of JAX's context settings (x64, matmul precision, mesh, default device, ...).
+
+    Equal tokens mean that JAX itself would reuse a trace.
+    """
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ContextToken) and other.number == self.number
+
+    def __hash__(self) -> int:
+        return hash(self.number)
+
+
+_numbers = itertools.count()
+
+
+# JAX traces a function again exactly when something it puts into a trace's key has changed, so a
+# function that takes a new number each time it is traced names the context. The number travels
+# in the output's tree: nothing is read back from a device.
+@jax.jit
+def _hcompile_context():
+    return ContextToken(next(_numbers))
+
+
+def context_token() -> ContextToken:
+    """The token of the current context; about the cost of one empty jitted call. Eager only."""
+    return _hcompile_context()
+
+
+# --- Jaxprs -----------------------------------------------------------------------------------
+
+
+def is_jaxpr(value: object) -> bool:
+    return isinstance(value, (Jaxpr, ClosedJaxpr))
+
+
+def split_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """``(jaxpr, consts)`` of a jaxpr of either kind.
+
+    Up to 0.11 a ``ClosedJaxpr`` pairs an open ``Jaxpr`` with its constants; from 0.12 on there
+    is one class, which carries them.
+    """
+    consts = tuple(getattr(jaxpr, "consts", ()))
+    return getattr(jaxpr, "jaxpr", jaxpr), consts
+
+
+def close_jaxpr(invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[JaxprEqn]) -> Any:
+    """A closed jaxpr without constants from its parts."""
+    effects = frozenset().union(*(eqn.effects for eqn in eqns))
+    ins, outs = ("",) * len(invars), ("",) * len(outvars)
+    info = jex.DebugInfo("hcompile", "a part of the program", ins, outs)
+    return ClosedJaxpr(Jaxpr((), tuple(invars), tuple(outvars), tuple(eqns), effects, info), ())
+
+
+def input_avals(jaxpr: Any) -> list[Any]:
+    return [v.aval for v in split_jaxpr(jaxpr)[0].invars]
+
+
+def abstract_argument(aval: Any) -> jax.ShapeDtypeStruct:
+    """What stands for an array of type ``aval`` when a function is lowered."""
+    weak_type = getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak_type)
+
+
+def live_part(jaxpr: Any, used_outputs: Sequence[bool]) -> Any:
+    """The closed jaxpr with only ``used_outputs``, all its inputs, and what these need."""
+    opened, consts = split_jaxpr(jaxpr)
+    live, _ = pe.dce_jaxpr(opened, list(used_outputs), instantiate=True)
+    return ClosedJaxpr(live, consts)
+
+
+def equation_context(eqn: JaxprEqn) -> tuple[Any, ...]:
+    """What an equation takes from its surroundings and its lowering looks at."""
+    ctx = eqn.ctx
+    return (ctx.compute_type, ctx.threefry_partitionable, ctx.cur_abstract_mesh, ctx.xla_metadata)
+
+
+def scope(eqn: JaxprEqn) -> str:
+    """The name stack of an equation, as ``transpose(jvp(layer))``."""
+    return str(eqn.source_info.name_stack)
+
+
+# Primitives that only call a jaxpr: the parameter that holds it. ``jit`` was ``pjit`` before 0.10;
+# ``checkpoint`` is ``remat2`` since.
+_CALLS = {
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+
+# What a rule needs to differentiate a call, and its lowering never sees.
+_CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
+
+
+def is_jit(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "jit"
+
+
+def is_plain_call(eqn: JaxprEqn) -> bool:
+    """Whether the called jaxpr, put in the equation's place, computes the same.
+
+    Not so for a nested jit with shardings, a mesh or compiler options of its own.
+    """
+    if called_jaxpr(eqn) is None:
+        return False
+    if not is_jit(eqn):
+        return True
+    params = eqn.params
+    shardings = (*params["in_shardings"], *params["out_shardings"])
+    layouts = (*params["in_layouts"], *params["out_layouts"])
+    return (
+        all(type(s).__name__ == "UnspecifiedValue" for s in shardings)
+        and all(layout is None for layout in layouts)
+        and params["ctx_mesh"].empty
+        and not params["compiler_options_kvs"]
+    )
+
+
+def is_checkpoint(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in ("remat2", "checkpoint")
+
+
+def called_jaxpr(eqn: JaxprEqn) -> Any | None:
+    """The jaxpr that ``eqn`` calls and does nothing else with, or None."""
+    param = _CALLS.get(eqn.primitive.name)
+    return None if param is None else eqn.params[param]
+
+
+def lowered_params(eqn: JaxprEqn) -> dict[str, Any]:
+    """The parameters of ``eqn`` that its compiled program depends on."""
+    params = dict(eqn.params)
+    if is_jit(eqn):
+        params.pop("name")
+    elif is_checkpoint(eqn):
+        params.pop("policy")
+    elif eqn.primitive.name in _CUSTOM_RULES:
+        params = {"call_jaxpr": params["call_jaxpr"]}
+    return params
+
+
+def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Any]:
+    """Every jaxpr among the parameters of ``eqn``."""
+    return iter(jex.jaxprs_in_params(eqn.params))
+
+
+# --- Residuals --------------------------------------------------------------------------------
+
+# What a backward pass should not compute twice: contractions, everything whose cost XLA cannot
+# see or shrink by fusing it, and random bits. Elementwise work, reductions and data movement
+# are recomputed inside the backward executable, where they fuse.
+_DEAR = frozenset(
+    """
+    dot_general ragged_dot ragged_dot_general conv_general_dilated scaled_dot scaled_matmul
+    custom_vjp_call custom_jvp_call custom_lin pallas_call ffi_call tpu_custom_call triton_kernel_call
+    pure_callback io_callback while scan cond sort top_k approx_top_k fft cumsum cumprod cummax
+    cummin cumlogsumexp reduce_window reduce_window_sum reduce_window_max reduce_window_min
+    select_and_scatter_add select_and_gather_add random_bits random_seed random_wrap random_gamma
+    threefry2x32 rng_bit_generator rng_uniform lu lu_pivots_to_permutation cholesky
+    triangular_solve eigh eig svd qr geqrf householder_product schur hessenberg tridiagonal
+    tridiagonal_solve linear_solve custom_linear_solve scatter scatter_add scatter-add
+    all_gather all_to_all psum psum2 psum_invariant reduce_scatter ppermute shard_map name
+    """.split()
+)
+
+
+def save_what_is_dear(prim: Primitive, *_: Any, **__: Any) -> bool:
+    """A ``jax.checkpoint`` policy: keep matmul-like and opaque results, recompute the rest."""
+    return prim.name in _DEAR
+
+
+def has_checkpoint(jaxpr: Any) -> bool:
+    """Whether the jaxpr, or one inside it, already says what to rematerialise."""
+    return any(
+        is_checkpoint(eqn) or any(has_checkpoint(sub) for sub in sub_jaxprs(eqn))
+        for eqn in split_jaxpr(jaxpr)[0].eqns
+    )
+
+
+def traced_function(traced: Any) -> tuple[Any, Sequence[Any], Any, list[bool]]:
+    """``(jaxpr, consts, out_tree, donated)`` of what ``jax.jit(f).trace(...)`` returned."""
+    jaxpr, consts = split_jaxpr(traced.jaxpr)
+    donated = [info.donated for info in jax.tree.leaves(traced.args_info)]
+    return jaxpr, consts, traced.out_tree, donated
+
+
+def make_jitted(fun: Callable[..., Any], name: str, **options: Any) -> Any:
+    """``jax.jit(fun, **options)`` under ``name``, which profiles and jaxprs then show."""
+    fun.__name__ = fun.__qualname__ = name
+    return jax.jit(fun, **options)
+

@@ -1,0 +1,537 @@
+"""``hcompile.jit``: trace, cut into parts, compile each distinct part once, run the schedule.
+
+A call flows ``Jitted.__call__`` -> ``trace`` -> ``Traced.lower`` (plan and lower) ->
+``Lowered.compile`` -> ``Compiled.run``. What cannot be split runs as plain ``jax.jit``, and the
+report says why.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import inspect
+import logging
+import operator
+import os
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from . import _errors, _executables, _jax_compat, _region, _report
+from ._plan.partition import Part, partition
+from ._plan.program import Program, flatten
+from ._plan.schedule import Liveness, Schedule
+from ._reuse import Recording, recording
+
+_logger = logging.getLogger("hcompile")
+_MAX_PROGRAMS = 4096
+
+
+def jit(fun: Any = None, /, **options: Any) -> Any:
+    """``jax.jit`` that compiles each distinct marked region once.
+
+    The function is traced as ``jax.jit`` traces it. Calls of regions (``nested_compile_region``),
+    forward and backward, become calls of shared XLA executables, and what lies between them becomes
+    executables too. Results, tree structures, dtypes and weak types are those of ``jax.jit``.
+
+    Under an outer trace, under ``jax.disable_jit``, without a region that occurs twice, and for
+    what a split program cannot carry yet (effects, references, several devices, shardings and
+    layouts in ``options``), the call is ``jax.jit``'s, and ``report()`` says why.
+
+    Args:
+      fun: the function; without it, the result is a decorator.
+      **options: the keyword arguments of ``jax.jit``. Donated buffers are reused in place.
+
+    Returns:
+      A callable with ``trace``, ``lower``, ``eval_shape``, ``clear_cache`` as ``jax.jit``'s
+      result has, and ``report()``.
+
+    Raises:
+      RegionArgumentError: if ``fun`` is not callable.
+      DeletedArgumentError: at a call, for an argument that an earlier call was given for good.
+      DonatedTwiceError: at a call, for a donated argument that is also another argument.
+      TypeError: at a call, as ``jax.jit``, for arguments and outputs that are no JAX types.
+
+    Example:
+      >>> import hcompile, jax, jax.numpy as jnp
+      >>> @hcompile.region
+      ... def layer(w, x):
+      ...     return jnp.tanh(x @ w)
+      >>> def loss(ws, x):
+      ...     for w in ws:
+      ...         x = layer(w, x)
+      ...     return (x**2).mean()
+      >>> step = hcompile.jit(jax.value_and_grad(loss))
+      >>> value, grads = step([jnp.eye(2)] * 6, jnp.ones((3, 2)))
+      >>> step.report().region_calls
+      11
+    """
+    if fun is None:
+        return lambda fun: jit(fun, **options)
+    if not callable(fun):
+        raise _errors.not_callable("hcompile.jit", fun)
+    return Jitted(fun, options)
+
+
+class Jitted:
+    """What ``hcompile.jit`` returns. Not made directly."""
+
+    def __init__(self, fun: Callable[..., Any], options: dict[str, Any]):
+        self._jitted = jax.jit(fun, **options)
+        self._options = options
+        self._statics = _Statics(fun, options)
+        self._programs: collections.deque[Compiled] = collections.deque(maxlen=_MAX_PROGRAMS)
+        self._reports: list[_report.ProgramReport] = []
+        self._lock = threading.RLock()
+        functools.update_wrapper(self, fun)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __repr__(self) -> str:
+        return f"<hcompile.jit of {_name(self._jitted)}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not _jax_compat.is_eager() or _region.is_off():
+            return self._jitted(*args, **kwargs)
+        signature = _Signature(self._statics, args, kwargs)
+        compiled = self._find(signature)
+        if compiled is None:
+            with self._lock:
+                compiled = self._find(signature) or self._build(signature, args, kwargs)
+        if compiled.schedule is None:
+            return self._jitted(*args, **kwargs)
+        return compiled.run(signature)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Traced:
+        """Traces for these arguments, which may be ``jax.ShapeDtypeStruct``; see ``jax.jit``."""
+        return self._trace(_Signature(self._statics, args, kwargs), args, kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """Traces, plans and lowers for these arguments."""
+        return self.trace(*args, **kwargs).lower()
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """Types of the outputs, as ``jax.ShapeDtypeStruct``."""
+        return self._jitted.eval_shape(*args, **kwargs)
+
+    def clear_cache(self) -> None:
+        """Forgets every compiled program of this function."""
+        with self._lock:
+            self._programs.clear()
+            self._reports.clear()
+            self._jitted.clear_cache()
+
+    def report(self) -> _report.Report:
+        """What was compiled, reused and missed so far, and how long each took."""
+        return _report.Report(_name(self._jitted), tuple(self._reports))
+
+    def _find(self, signature: _Signature) -> Compiled | None:
+        for compiled in list(self._programs):
+            if compiled.signature == signature:
+                return compiled
+        return None
+
+    def _build(self, signature: _Signature, args: tuple, kwargs: dict[str, Any]) -> Compiled:
+        compiled = self._trace(signature, args, kwargs)._lower(eager=True).compile()
+        self._programs.appendleft(compiled)
+        self._reports.append(compiled.program_report)
+        return compiled
+
+    def _trace(self, signature: _Signature, args: tuple, kwargs: dict[str, Any]) -> Traced:
+        start = time.perf_counter()
+        with recording(Recording()) as regions:
+            traced = self._jitted.trace(*args, **kwargs)
+        seconds = time.perf_counter() - start
+        return Traced(traced, regions, signature, self._options, seconds)
+
+
+def _name(fun: Any) -> str:
+    return getattr(fun, "__name__", None) or type(fun).__name__
+
+
+# --- Arguments --------------------------------------------------------------------------------
+
+
+class _Statics:
+    """Which arguments of a function are static, by position and by name, as ``jax.jit`` infers."""
+
+    def __init__(self, fun: Callable[..., Any], options: dict[str, Any]):
+        nums, names = options.get("static_argnums"), options.get("static_argnames")
+        self.nums = {nums} if isinstance(nums, int) else set(nums or ())
+        self.names = {names} if isinstance(names, str) else set(names or ())
+        try:
+            parameters = list(inspect.signature(fun).parameters.values())
+        except (TypeError, ValueError):
+            return
+        positional = [
+            p.name
+            for p in parameters
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        self.nums = {n + len(positional) if n < 0 else n for n in self.nums}
+        if names is None:
+            self.names = {positional[n] for n in self.nums if n < len(positional)}
+        elif nums is None:
+            self.nums = {positional.index(name) for name in self.names if name in positional}
+
+    def split(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], Hashable]:
+        """Dynamic positional and keyword arguments, and the static values."""
+        if not (self.nums or self.names):
+            return args, kwargs, ()
+        dynamic = tuple(arg for i, arg in enumerate(args) if i not in self.nums)
+        named = {name: value for name, value in kwargs.items() if name not in self.names}
+        statics = (
+            tuple((i, type(args[i]), args[i]) for i in sorted(self.nums) if i < len(args)),
+            tuple((n, type(kwargs[n]), kwargs[n]) for n in sorted(self.names & kwargs.keys())),
+        )
+        return dynamic, named, statics
+
+
+_array_facts = operator.attrgetter("aval", "sharding", "committed")
+
+
+class _Signature:
+    """What a call's arguments must have in common with those a program was compiled for."""
+
+    __slots__ = ("context", "facts", "leaves", "statics", "treedef")
+
+    def __init__(self, statics: _Statics, args: tuple, kwargs: dict[str, Any]):
+        dynamic, named, self.statics = statics.split(args, kwargs)
+        self.leaves, self.treedef = jax.tree_util.tree_flatten((dynamic, named))
+        try:
+            self.facts = list(map(_array_facts, self.leaves))
+        except AttributeError:  # a NumPy array or a Python number among them
+            self.facts = list(map(_leaf_facts, self.leaves))
+        self.context = _jax_compat.context_token() if _jax_compat.is_eager() else None
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Signature)
+            and self.treedef == other.treedef
+            and self.facts == other.facts
+            and self.statics == other.statics
+            and self.context == other.context
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def path(self, index: int) -> str:
+        """Where leaf number ``index`` stands in the arguments."""
+        tree = jax.tree_util.tree_unflatten(self.treedef, range(len(self.leaves)))
+        paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+        (side, *rest), _ = paths[index]
+        head = "" if side.idx == 0 else "keyword "
+        return head + jax.tree_util.keystr(tuple(rest))
+
+
+def _leaf_facts(leaf: Any) -> Hashable:
+    if isinstance(leaf, jax.Array):
+        return _array_facts(leaf)
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    return (type(leaf), shape, dtype, getattr(leaf, "sharding", None))
+
+
+def _placement(leaves: Sequence[Any]) -> tuple[Any, str | None]:
+    """The one sharding that arguments are committed to (None if to none), or why there is not."""
+    shardings = {
+        leaf.sharding
+        for leaf in leaves
+        if getattr(leaf, "sharding", None) is not None and getattr(leaf, "committed", True)
+    }
+    for sharding in shardings:
+        if len(sharding.device_set) > 1:
+            return None, "an argument is spread over several devices"
+        if sharding.memory_kind not in (None, _default_memory(sharding)):
+            return None, f"an argument lives in the memory {sharding.memory_kind!r}"
+    devices = {device for sharding in shardings for device in sharding.device_set}
+    if len(devices) > 1:
+        return None, "arguments live on different devices"
+    return (jax.sharding.SingleDeviceSharding(devices.pop()) if devices else None), None
+
+
+def _default_memory(sharding: Any) -> str:
+    (device,) = sharding.device_set
+    return device.default_memory().kind
+
+
+# --- Stages -----------------------------------------------------------------------------------
+
+
+class Traced:
+    """A traced step. Has the attributes of ``jax.stages.Traced``, and lowers part by part."""
+
+    def __init__(
+        self,
+        traced: Any,
+        regions: Recording,
+        signature: _Signature,
+        options: dict[str, Any],
+        seconds: float,
+    ):
+        self._traced = traced
+        self._regions = regions
+        self._signature = signature
+        self._options = options
+        self._seconds = seconds
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._traced, name)
+
+    def lower(self) -> Lowered:
+        """Cuts the step into parts and lowers each distinct one."""
+        return self._lower(eager=False)
+
+    def _lower(self, eager: bool) -> Lowered:
+        return Lowered(self, eager)
+
+
+class _Plan:
+    """The parts of a step and their executables, not yet compiled."""
+
+    def __init__(self, traced: Traced, jaxpr: Any, consts: Sequence[Any], donated: list[bool]):
+        start = time.perf_counter()
+        signature = traced._signature
+        self.sharding, reason = _placement([*signature.leaves, *_arrays(consts)])
+        if reason is not None:
+            raise _CannotSplit(reason)
+        self.program: Program = flatten(jaxpr, consts, _is_region)
+        self.parts, self.outputs = partition(self.program, _region_name)
+        if not any(part.kind == "region" for part in self.parts):
+            raise _CannotSplit("no marked region occurs twice in it")
+        self.liveness = Liveness(self.program, self.parts, self.outputs, donated)
+        donations = self.liveness.donations(self.parts)
+        self.donates = any(donations.values()) and any(donated)
+        self.seconds = time.perf_counter() - start
+
+        start = time.perf_counter()
+        options = traced._options.get("compiler_options")
+        shared_key = (self.sharding, _hashable(options), signature.context)
+        first = {part.form: part for part in reversed(self.parts)}
+        self.executables = {
+            form: _executables.lower(
+                _executables.PartSpec(
+                    name=part.name,
+                    key=(form, donations[form], *shared_key),
+                    jaxpr=part.jaxpr(self.program),
+                    donated=donations[form],
+                    sharding=self.sharding,
+                    compiler_options=options,
+                )
+            )
+            for form, part in reversed(first.items())
+        }
+        self.lower_seconds = time.perf_counter() - start
+
+    def schedule(self) -> Schedule:
+        constants = [_on_device(c, self.sharding) for c in self.program.constants.values()]
+        calls = [self.executables[part.form][0].call for part in self.parts]
+        return Schedule(
+            self.program, self.parts, calls, self.outputs, self.liveness, constants
+        )
+
+    def part_reports(self) -> tuple[_report.PartReport, ...]:
+        counts = collections.Counter(part.form for part in self.parts)
+        first: dict[Any, Part] = {part.form: part for part in reversed(self.parts)}
+        return tuple(
+            _report.PartReport(
+                name=first[form].name,
+                kind=first[form].kind,
+                calls=counts[form],
+                equations=_size(first[form]),
+                compile_seconds=executable.lower_seconds + executable.compile_seconds,
+                shared=shared,
+            )
+            for form, (executable, shared) in self.executables.items()
+        )
+
+
+class _CannotSplit(Exception):
+    """Why a step runs as plain ``jax.jit``."""
+
+
+def _size(part: Part) -> int:
+    if part.kind == "region":
+        return len(_jax_compat.split_jaxpr(part.ops[0].eqn.params["jaxpr"])[0].eqns)
+    return len(part.ops)
+
+
+def _arrays(values: Sequence[Any]) -> list[Any]:
+    return [value for value in values if isinstance(value, jax.Array)]
+
+
+def _on_device(value: Any, sharding: Any) -> Any:
+    if not isinstance(value, jax.Array):
+        value = np.asarray(value)
+    return jax.device_put(value, sharding)
+
+
+def _hashable(options: dict[str, Any] | None) -> Hashable:
+    return tuple(sorted(options.items())) if options else ()
+
+
+def _is_region(eqn: Any) -> bool:
+    return _jax_compat.is_jit(eqn) and eqn.params["name"].startswith(_region.REGION_PREFIX)
+
+
+def _region_name(eqn: Any) -> str:
+    name = eqn.params["name"].removeprefix(_region.REGION_PREFIX)
+    return f"{name}.backward" if "transpose" in _jax_compat.scope(eqn) else f"{name}.forward"
+
+
+class Lowered:
+    """A step cut into parts, each distinct one lowered."""
+
+    def __init__(self, traced: Traced, eager: bool):
+        self._traced = traced
+        self._eager = eager
+        self.fallback: str | None = None
+        self._plan: _Plan | None = None
+        try:
+            self._plan = self._make_plan()
+        except _CannotSplit as reason:
+            self.fallback = str(reason)
+        except Exception as error:
+            if _RAISE_FAULTS:
+                raise
+            # A fault in the plan must not cost the user the step: plain jit runs it.
+            _logger.warning("hcompile could not split a step; jax.jit runs it", exc_info=True)
+            self.fallback = f"planning failed: {type(error).__name__}: {error}"
+
+    def _make_plan(self) -> _Plan:
+        jaxpr, consts, _, donated = _jax_compat.traced_function(self._traced._traced)
+        options = self._traced._options
+        for name in ("in_shardings", "out_shardings", "device", "backend"):
+            if options.get(name) is not None:
+                raise _CannotSplit(f"jit was given {name}")
+        if jaxpr.effects:
+            effects = ", ".join(sorted(map(str, jaxpr.effects)))
+            raise _CannotSplit(f"it has effects ({effects})")
+        if jax.config.jax_debug_nans or jax.config.jax_debug_infs:
+            raise _CannotSplit("jax_debug_nans looks inside the whole program")
+        if len(jaxpr.invars) != len(self._traced._signature.leaves):
+            raise _CannotSplit("its inputs are not its array arguments one by one")
+        return _Plan(self._traced, jaxpr, consts, donated)
+
+    @functools.cached_property
+    def _whole(self) -> Any:
+        """The step lowered as one program, by ``jax.jit``."""
+        return self._traced._traced.lower()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+    def compile(self) -> Compiled:
+        """Compiles every distinct part that no live program has compiled."""
+        return Compiled(self._traced, self, self._plan, self._eager)
+
+
+class Compiled:
+    """A compiled step: call it with arguments of the types it was compiled for."""
+
+    def __init__(self, traced: Traced, lowered: Lowered, plan: _Plan | None, eager: bool):
+        self.signature = traced._signature
+        self._out_tree = traced._traced.out_tree
+        self._name = traced._traced.fun_name
+        self._whole: Any = None
+        self.schedule: Schedule | None = None
+        start = time.perf_counter()
+        if plan is not None:
+            parts = [executable for executable, _ in plan.executables.values()]
+            _executables.compile_all(parts, f"compiling {self._name}")
+            self.schedule = plan.schedule()
+            self._donated = [info.donated for info in jax.tree.leaves(traced._traced.args_info)]
+            self._donates = any(self._donated)
+            avals = [v.aval for v in traced._traced.jaxpr.jaxpr.invars]
+            self._dtypes = [aval.dtype for aval in avals]
+        elif not eager:  # a call of jax.jit's own compiles in its turn
+            self._whole = lowered._whole.compile()
+        self.program_report = _report.ProgramReport(
+            trace_seconds=traced._seconds,
+            plan_seconds=plan.seconds if plan else 0.0,
+            lower_seconds=plan.lower_seconds if plan else 0.0,
+            compile_seconds=time.perf_counter() - start,
+            parts=plan.part_reports() if plan else (),
+            regions=tuple(_region_report(stats) for stats in traced._regions.regions.values()),
+            fallback=lowered.fallback,
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._whole is not None:
+            return self._whole(*args, **kwargs)
+        signature = _Signature(_NO_STATICS, args, kwargs)
+        self._check(signature)
+        return self.run(signature)
+
+    def report(self) -> _report.Report:
+        """What was compiled, reused and missed, and how long each took."""
+        return _report.Report(self._name, (self.program_report,))
+
+    def run(self, signature: _Signature) -> Any:
+        """Runs the schedule on the arrays of ``signature``, which fits ``self.signature``."""
+        assert self.schedule is not None
+        arrays = signature.leaves
+        if self._donates:
+            self._check_donated(signature)
+        if any(type(fact[0]) is type for fact in signature.facts):
+            arrays = list(map(_as_array, arrays, self._dtypes))
+        outputs = self.schedule.run(arrays)
+        return jax.tree_util.tree_unflatten(self._out_tree, outputs)
+
+    def _check(self, signature: _Signature) -> None:
+        """As ``jax.stages.Compiled``: the types have to be those that were compiled for."""
+        mine = self.signature
+        if signature.treedef != mine.treedef:
+            raise TypeError(
+                f"{self._name} was compiled for arguments of the structure {mine.treedef}; "
+                f"got {signature.treedef}. Lower and compile it for this structure."
+            )
+        for index, (was, now) in enumerate(zip(mine.leaves, signature.leaves, strict=True)):
+            expected, got = _shaped(was), _shaped(now)
+            if expected != got:
+                raise TypeError(
+                    f"{self._name} was compiled for {expected} at argument {mine.path(index)}; "
+                    f"got {got}. Lower and compile it for these types."
+                )
+
+    def _check_donated(self, signature: _Signature) -> None:
+        """Before anything runs: a step that stops half-way would have lost what it had donated."""
+        leaves = signature.leaves
+        if len(set(map(id, leaves))) != len(leaves):
+            self._check_twice(signature)
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise _errors.deleted_argument(self._name, signature.path(index), leaf)
+
+    def _check_twice(self, signature: _Signature) -> None:
+        seen: dict[int, int] = {}
+        for index, leaf in enumerate(signature.leaves):
+            first = seen.setdefault(id(leaf), index)
+            if first != index and isinstance(leaf, jax.Array):
+                pair = (first, index) if self._donated[first] else (index, first)
+                if self._donated[pair[0]]:
+                    raise _errors.donated_twice(self._name, *map(signature.path, pair))
+
+
+_NO_STATICS = _Statics(lambda: None, {})
+# Set in the tests, where a fault in the plan should be seen.
+_RAISE_FAULTS = os.environ.get("HCOMPILE_RAISE_FAULTS") == "1"
+
+
+def _shaped(leaf: Any) -> str:
+    aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    return f"{aval.dtype}{list(aval.shape)}"
+
+
+def _as_array(leaf: Any, dtype: Any) -> Any:
+    return leaf if isinstance(leaf, jax.Array) else jax.device_put(np.asarray(leaf, dtype))
+
+
+def _region_report(stats: Any) -> _report.RegionReport:
+    return _report.RegionReport(
+        stats.name, stats.calls, stats.traces, stats.inlined, tuple(stats.misses)
+    )

@@ -1,0 +1,1 @@
+"""Small, complete models that the README, the notebooks, the demo and the tests share."""

@@ -1,9 +1,15 @@
 """hcompile: each distinct block of a JAX program is compiled once and reused for every call."""
 
+from importlib import metadata as _metadata
+
+from ._jit import clear_caches as clear_caches
 from ._jit import jit as jit
 from ._region import RegionOptions as RegionOptions
 from ._region import cache_info as cache_info
 from ._region import disabled as disabled
 from ._region import nested_compile_region as nested_compile_region
-from ._region import nested_compile_region as region
 from ._report import Report as Report
+from ._errors import ReuseLimitError as ReuseLimitError
+
+region = nested_compile_region
+__version__ = _metadata.version("hcompile")

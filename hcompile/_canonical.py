@@ -32,9 +32,7 @@ class Canonical:
         if self is other:
             return True
         return (
-            isinstance(other, Canonical)
-            and self._hash == other._hash
-            and self.form == other.form
+            isinstance(other, Canonical) and self._hash == other._hash and self.form == other.form
         )
 
     def __hash__(self) -> int:
@@ -48,7 +46,9 @@ class Canonicalizer:
     """Canonical forms for the jaxprs of one program; a shared jaxpr object is read once."""
 
     def __init__(self) -> None:
+        # By identity; the object is kept, so that its id stays taken.
         self._known: dict[int, tuple[Any, Canonical]] = {}
+        self._operations: dict[int, tuple[Any, Canonical]] = {}
 
     def jaxpr(self, jaxpr: Any) -> Canonical:
         """The form of a jaxpr, open or closed."""
@@ -61,7 +61,7 @@ class Canonicalizer:
                 opened.outvars,
             )
             form = Canonical((body, tuple(map(self._value, consts))))
-            known = self._known[id(jaxpr)] = (jaxpr, form)  # kept, so that the id stays taken
+            known = self._known[id(jaxpr)] = (jaxpr, form)
         return known[1]
 
     def equations(
@@ -83,25 +83,35 @@ class Canonicalizer:
 
         def name(atom: Any) -> Hashable:
             if isinstance(atom, _jax_compat.Literal):
-                return ("literal", atom.aval, self._value(atom.val))
+                return self._literal(atom)
             return numbers[atom]
 
         lines = []
         for eqn, ins, outs in equations:
-            params = _jax_compat.lowered_params(eqn)
-            lines.append(
-                (
-                    eqn.primitive,
-                    tuple((key, self._value(params[key])) for key in sorted(params)),
-                    _jax_compat.equation_context(eqn),
-                    tuple(map(name, ins)),
-                    len(outs),
-                )
-            )
+            lines.append((self._operation(eqn), tuple(map(name, ins)), len(outs)))
             for variable in outs:
                 numbers[variable] = len(numbers)
         avals = tuple(aval for _, aval in inputs)
         return Canonical((avals, tuple(lines), tuple(map(name, outputs))))
+
+    def operation(self, eqn: Any, ins: Sequence[Any]) -> Hashable:
+        """What an equation computes from variables that keep their own names."""
+        is_literal = (isinstance(atom, _jax_compat.Literal) for atom in ins)
+        pairs = zip(ins, is_literal, strict=True)
+        return (self._operation(eqn), *(self._literal(a) if lit else a for a, lit in pairs))
+
+    def _literal(self, atom: Any) -> Hashable:
+        return ("literal", atom.aval, self._value(atom.val))
+
+    def _operation(self, eqn: Any) -> Canonical:
+        """What an equation does, whatever it reads and writes."""
+        known = self._operations.get(id(eqn))
+        if known is None:
+            params = _jax_compat.lowered_params(eqn)
+            values = tuple((key, self._value(params[key])) for key in sorted(params))
+            form = Canonical((eqn.primitive, values, _jax_compat.equation_context(eqn)))
+            known = self._operations[id(eqn)] = (eqn, form)
+        return known[1]
 
     def _value(self, value: Any) -> Hashable:
         if _jax_compat.is_jaxpr(value):

@@ -240,4 +240,3 @@ def make_jitted(fun: Callable[..., Any], name: str, **options: Any) -> Any:
     """``jax.jit(fun, **options)`` under ``name``, which profiles and jaxprs then show."""
     fun.__name__ = fun.__qualname__ = name
     return jax.jit(fun, **options)
-

@@ -22,8 +22,9 @@ import jax
 import numpy as np
 
 from . import _errors, _executables, _jax_compat, _region, _report
+from ._plan.ops import Program
 from ._plan.partition import Part, partition
-from ._plan.program import Program, flatten
+from ._plan.program import flatten
 from ._plan.schedule import Liveness, Schedule
 from ._reuse import Recording, recording
 
@@ -169,9 +170,7 @@ class _Statics:
         except (TypeError, ValueError):
             return
         positional = [
-            p.name
-            for p in parameters
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+            p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         ]
         self.nums = {n + len(positional) if n < 0 else n for n in self.nums}
         if names is None:
@@ -330,9 +329,7 @@ class _Plan:
     def schedule(self) -> Schedule:
         constants = [_on_device(c, self.sharding) for c in self.program.constants.values()]
         calls = [self.executables[part.form][0].call for part in self.parts]
-        return Schedule(
-            self.program, self.parts, calls, self.outputs, self.liveness, constants
-        )
+        return Schedule(self.program, self.parts, calls, self.outputs, self.liveness, constants)
 
     def part_reports(self) -> tuple[_report.PartReport, ...]:
         counts = collections.Counter(part.form for part in self.parts)
@@ -535,3 +532,18 @@ def _region_report(stats: Any) -> _report.RegionReport:
     return _report.RegionReport(
         stats.name, stats.calls, stats.traces, stats.inlined, tuple(stats.misses)
     )
+
+
+def clear_caches() -> None:
+    """Forgets every traced body, every shared executable and all counts.
+
+    Functions that were compiled keep what they hold and go on working.
+
+    Example:
+      >>> import hcompile
+      >>> hcompile.clear_caches()
+      >>> hcompile.cache_info()
+      {}
+    """
+    _region.clear_region_cache()
+    _executables.clear_registry()

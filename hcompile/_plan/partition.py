@@ -15,7 +15,8 @@ from typing import Any
 
 from .. import _jax_compat
 from .._canonical import Canonical
-from .program import Atom, Op, Program, Slot
+from .glue import pieces
+from .ops import Atom, Op, Program, Slot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +76,7 @@ class _Partitioner:
         self._program = program
         self._region_name = region_name
         self._producer: dict[Slot, int] = {}
+        self._free: set[int] = set()  # needs no input; made by each part that reads it
         self._readers: dict[Slot, list[int]] = {}
         self._returned = {atom for atom in program.outputs if isinstance(atom, int)}
         for index, op in enumerate(program.ops):
@@ -97,23 +99,50 @@ class _Partitioner:
 
         What needs no input (a constant, an iota) is not placed: each part that reads it makes it.
         """
-        level: dict[Slot, int] = {}
+        levels = self._earliest_levels()
+        self._sink_what_needs_arguments_only(levels)
         glue: dict[int, list[int]] = {}
         regions: dict[int, list[int]] = {}
-        self._free: set[int] = set()
         for index, op in enumerate(self._program.ops):
-            here = max((level.get(slot, 0) for slot in op.reads()), default=0)
             if op.region is not None:
-                regions.setdefault(here, []).append(index)
-                level.update(dict.fromkeys(op.outs, here + 1))
-                continue
-            level.update(dict.fromkeys(op.outs, here))
-            if all(self._producer.get(slot) in self._free for slot in op.reads()):
-                self._free.add(index)
-                if not self._is_read_by_region_or_returned(op):
-                    continue
-            glue.setdefault(here, []).append(index)
+                regions.setdefault(levels[index], []).append(index)
+            elif index not in self._free or self._is_read_by_region_or_returned(op):
+                glue.setdefault(levels[index], []).append(index)
         return glue, regions
+
+    def _earliest_levels(self) -> list[int]:
+        """The level of each equation: that of its latest input, plus one for a region's output."""
+        levels: list[int] = []
+        for index, op in enumerate(self._program.ops):
+            sources = [self._producer.get(slot) for slot in op.reads()]
+            made = [i for i in sources if i is not None]
+            levels.append(
+                max(
+                    (levels[i] + (self._program.ops[i].region is not None) for i in made), default=0
+                )
+            )
+            if op.region is None and all(i in self._free for i in sources):
+                self._free.add(index)
+        return levels
+
+    def _sink_what_needs_arguments_only(self, levels: list[int]) -> None:
+        """Moves what could run first to where it is needed first.
+
+        A decayed moment or a cast weight computed at the start would stay alive until its layer's
+        turn; its argument is alive anyway.
+        """
+        needs_region = [False] * len(levels)
+        for index, op in enumerate(self._program.ops):
+            sources = [self._producer.get(slot) for slot in op.reads()]
+            needs_region[index] = op.region is not None or any(
+                needs_region[i] for i in sources if i is not None
+            )
+        for index in reversed(range(len(levels))):
+            readers = [
+                i for slot in self._program.ops[index].outs for i in self._readers.get(slot, ())
+            ]
+            if not needs_region[index] and readers:
+                levels[index] = min(levels[i] for i in readers)
 
     def _is_read_by_region_or_returned(self, op: Op) -> bool:
         return any(
@@ -123,7 +152,13 @@ class _Partitioner:
         )
 
     def _pieces(self, indices: Sequence[int]) -> list[list[int]]:
-        return [list(indices)] if indices else []
+        inside = set(indices)
+
+        def producer(slot: Slot) -> int | None:
+            index = self._producer.get(slot)
+            return index if index in inside else None
+
+        return pieces(self._program, indices, producer, lambda piece: self._glue_part(piece).form)
 
     def _glue_part(self, indices: Sequence[int]) -> Part:
         ops = [self._program.ops[i] for i in self._with_free(indices)]

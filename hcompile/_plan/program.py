@@ -4,52 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from .. import _jax_compat
 from .._canonical import Canonical, Canonicalizer
-
-Slot = int
-Atom = Any  # a Slot or a jaxpr Literal
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Op:
-    """An equation whose variables are slots of the whole program.
-
-    Attributes:
-      region: the canonical form of the body if this is a region's call, else None.
-    """
-
-    eqn: Any
-    ins: tuple[Atom, ...]
-    outs: tuple[Slot, ...]
-    region: Canonical | None
-
-    def reads(self) -> list[Slot]:
-        return [atom for atom in self.ins if isinstance(atom, int)]
-
-
-@dataclasses.dataclass
-class Program:
-    """A flat program.
-
-    Attributes:
-      num_inputs: slots ``0 .. num_inputs - 1`` are the step's array arguments.
-      constants: values of the slots that hold closed-over arrays.
-      ops: in an order of execution.
-      outputs: slots or literals.
-      avals: the type of each slot.
-      canonicalizer: knows the forms of the jaxprs in it.
-    """
-
-    num_inputs: int
-    constants: dict[Slot, Any]
-    ops: list[Op]
-    outputs: list[Atom]
-    avals: list[Any]
-    canonicalizer: Canonicalizer
+from .ends import share_ends
+from .ops import Atom, Op, Program, Slot
 
 
 def flatten(jaxpr: Any, consts: Sequence[Any], is_region: Callable[[Any], bool]) -> Program:
@@ -67,11 +28,11 @@ def flatten(jaxpr: Any, consts: Sequence[Any], is_region: Callable[[Any], bool])
     single: set[Canonical] = set()
     while True:
         flattener = _Flattener(canonicalizer, is_region, single)
-        program = flattener.program(jaxpr, consts)
+        program = share_ends(flattener.program(jaxpr, consts))
         uses = collections.Counter(op.region for op in program.ops if op.region is not None)
         once = {form for form, count in uses.items() if count == 1}
         if not once:
-            return _without_dead(program)
+            return _without_dead(_without_repeated_scalars(program))
         single |= once
 
 
@@ -137,7 +98,11 @@ class _Flattener:
         return None if form in self._single else form
 
     def _should_open(self, eqn: Any) -> bool:
-        return _jax_compat.is_plain_call(eqn) and self._holds(_jax_compat.called_jaxpr(eqn))
+        if not _jax_compat.is_plain_call(eqn):
+            return False
+        # A jitted function of a whole tree (optax's bias correction) would tie all layers together.
+        is_of_many = _jax_compat.is_jit(eqn) and len(eqn.outvars) > 1 and not self._is_region(eqn)
+        return is_of_many or self._holds(_jax_compat.called_jaxpr(eqn))
 
     def _holds(self, jaxpr: Any) -> bool:
         """Whether a region's call shows once the plain calls in ``jaxpr`` are opened."""
@@ -151,8 +116,28 @@ class _Flattener:
     def _open(self, jaxpr: Any, ins: Sequence[Atom]) -> list[Atom]:
         opened, consts = _jax_compat.split_jaxpr(jaxpr)
         env = dict(zip(opened.invars, ins, strict=True))
-        env.update(zip(opened.constvars, map(self._constant, opened.constvars, consts), strict=True))
+        env.update(
+            zip(opened.constvars, map(self._constant, opened.constvars, consts), strict=True)
+        )
         return self._run(opened, env)
+
+
+def _without_repeated_scalars(program: Program) -> Program:
+    """Computes each scalar once: optimizers cast the same learning rate for every leaf."""
+    same: dict[Slot, Slot] = {}
+    known: dict[Hashable, tuple[Slot, ...]] = {}
+    kept: list[Op] = []
+    for op in program.ops:
+        ins = tuple(same.get(a, a) if isinstance(a, int) else a for a in op.ins)
+        op = dataclasses.replace(op, ins=ins)
+        if op.region is None and all(program.avals[slot].shape == () for slot in op.outs):
+            first = known.setdefault(program.canonicalizer.operation(op.eqn, ins), op.outs)
+            if first is not op.outs:
+                same.update(zip(op.outs, first, strict=True))
+                continue
+        kept.append(op)
+    outputs = [same.get(a, a) if isinstance(a, int) else a for a in program.outputs]
+    return dataclasses.replace(program, ops=kept, outputs=outputs)
 
 
 def _without_dead(program: Program) -> Program:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .._canonical import Canonical
+from .ops import Program, Slot
 from .partition import Part
-from .program import Program, Slot
 
 
 class Liveness:

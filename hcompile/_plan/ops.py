@@ -1,0 +1,49 @@
+"""The flat program: equations over numbered slots instead of jaxpr variables."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from .._canonical import Canonical, Canonicalizer
+
+Slot = int
+Atom = Any  # a Slot or a jaxpr Literal
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Op:
+    """An equation whose variables are slots of the whole program.
+
+    Attributes:
+      region: the canonical form of the body if this is a region's call, else None.
+    """
+
+    eqn: Any
+    ins: tuple[Atom, ...]
+    outs: tuple[Slot, ...]
+    region: Canonical | None
+
+    def reads(self) -> list[Slot]:
+        return [atom for atom in self.ins if isinstance(atom, int)]
+
+
+@dataclasses.dataclass
+class Program:
+    """A flat program.
+
+    Attributes:
+      num_inputs: slots ``0 .. num_inputs - 1`` are the step's array arguments.
+      constants: values of the slots that hold closed-over arrays.
+      ops: in an order of execution.
+      outputs: slots or literals.
+      avals: the type of each slot.
+      canonicalizer: knows the forms of the jaxprs in it.
+    """
+
+    num_inputs: int
+    constants: dict[Slot, Any]
+    ops: list[Op]
+    outputs: list[Atom]
+    avals: list[Any]
+    canonicalizer: Canonicalizer

@@ -2,6 +2,7 @@
 
 from importlib import metadata as _metadata
 
+from ._errors import ReuseLimitError as ReuseLimitError
 from ._jit import clear_caches as clear_caches
 from ._jit import jit as jit
 from ._region import RegionOptions as RegionOptions
@@ -9,7 +10,6 @@ from ._region import cache_info as cache_info
 from ._region import disabled as disabled
 from ._region import nested_compile_region as nested_compile_region
 from ._report import Report as Report
-from ._errors import ReuseLimitError as ReuseLimitError
 
 region = nested_compile_region
 __version__ = _metadata.version("hcompile")

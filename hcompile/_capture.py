@@ -104,6 +104,7 @@ class Captured:
         self._nodes: list[Node] = []
         self._known: dict[tuple[int, bool | str], tuple[Node, int]] = {}
         self._namespaces: list[_Namespace] = []
+        self._shared: list[tuple[Any, str, Any]] = []
         self._names: set[str] = set()
         self._fn = self._visit(fn, ("", None), True)
         self._arguments = self._visit((args, kwargs), ("arguments", None), True)
@@ -119,6 +120,12 @@ class Captured:
         fn = rebuilder(self._fn)
         args, kwargs = rebuilder(self._arguments)
         return fn, args, kwargs
+
+    def restore_shared(self) -> None:
+        """Puts back what a trace assigned to attributes of classes and modules, which are not copied."""
+        for owner, name, value in self._shared:
+            if vars(owner).get(name) is not value:
+                setattr(owner, name, value)
 
     # Each ``_visit_*`` records one fact for the value itself, then visits its parts.
 
@@ -198,8 +205,12 @@ class Captured:
         visible = {}
         if not library:
             info = self._note_code(fn.__code__, path)
+            node.mutable = info.writes_cells
             visible = {n: fn.__globals__[n] for n in info.global_names if n in fn.__globals__}
-            self._record((tuple(visible), len(fn.__globals__.keys() & visible.keys())), path)
+            self._record(tuple(visible), path)
+        if fn.__dict__:
+            node.mutable = True
+            self._namespaces.append(_Namespace(node, len(self._nodes), path, replaceable, False))
         parts: dict[Hashable, tuple[Any, str]] = {}
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
             if cell_is_empty(cell):
@@ -337,6 +348,8 @@ class Captured:
         value = space.node.value
         path = (space.path, name)
         self._record((space.number, name), path)
+        if isinstance(value, (type, types.ModuleType)):
+            self._shared.append((value, name, vars(value)[name]))
         if isinstance(value, type):
             for part in _class_attribute(value, name):
                 self._visit(part, path, False)
@@ -399,13 +412,13 @@ def _instance_attributes(value: Any) -> dict[str, Any] | None:
 
 
 def _own_names(value: Any) -> set[str]:
-    if isinstance(value, (type, types.ModuleType)):
+    if isinstance(value, (type, types.ModuleType, types.FunctionType)):
         return set(vars(value))
     return set(_instance_attributes(value) or ())
 
 
 def _get(value: Any, name: str) -> Any:
-    if isinstance(value, types.ModuleType):
+    if isinstance(value, (types.ModuleType, types.FunctionType)):
         return vars(value)[name]
     return (_instance_attributes(value) or {})[name]
 
@@ -479,7 +492,9 @@ def _fill_function(copy: Any, fn: Any, parts: dict[Any, Any]) -> types.FunctionT
     kwdefaults = fn.__kwdefaults__
     copy.__kwdefaults__ = kwdefaults and {name: parts["kwdefault", name] for name in kwdefaults}
     for key, value in parts.items():
-        if key[0] == "global":
+        if isinstance(key, str):
+            copy.__dict__[key] = value
+        elif key[0] == "global":
             copy.__globals__[key[1]] = value
     return copy
 

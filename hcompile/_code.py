@@ -49,18 +49,21 @@ def is_library(module: str | None) -> bool:
 class CodeInfo:
     """What a code object and those nested in it read and write, from its bytecode."""
 
-    __slots__ = ("global_names", "names", "opaque", "written_global")
+    __slots__ = ("global_names", "names", "opaque", "writes_cells", "written_global")
 
     def __init__(self, code: types.CodeType):
         names = set().union(*(c.co_names for c in _nested(code)))
         reads: dict[str, None] = {}
         self.written_global: tuple[str, int | None] | None = None
+        self.writes_cells = False  # of an enclosing function
         for instruction in (i for c in _nested(code) for i in dis.get_instructions(c)):
             if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 reads[instruction.argval] = None
             elif instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
                 line = instruction.positions.lineno if instruction.positions else None
                 self.written_global = (instruction.argval, line)
+            elif instruction.opname in ("STORE_DEREF", "DELETE_DEREF"):
+                self.writes_cells |= instruction.argval in code.co_freevars
             names |= _BY_OPCODE.get(instruction.opname, frozenset())
         if names & {"str", "repr", "format", "print"}:
             names |= _FORMATTERS

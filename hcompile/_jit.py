@@ -88,6 +88,7 @@ class Jitted:
         self._programs: collections.deque[Compiled] = collections.deque(maxlen=_MAX_PROGRAMS)
         self._reports: list[_report.ProgramReport] = []
         self._lock = threading.RLock()
+        self.__wrapped__ = fun
         functools.update_wrapper(self, fun)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -97,7 +98,9 @@ class Jitted:
         return f"<hcompile.jit of {_name(self._jitted)}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not _jax_compat.is_eager() or _region.is_off():
+        if _region.is_disabled():
+            return self._unmarked(*args, **kwargs)
+        if not _jax_compat.is_eager() or jax.config.jax_disable_jit:
             return self._jitted(*args, **kwargs)
         signature = _Signature(self._statics, args, kwargs)
         compiled = self._find(signature)
@@ -107,6 +110,16 @@ class Jitted:
         if compiled.schedule is None:
             return self._jitted(*args, **kwargs)
         return compiled.run(signature)
+
+    @functools.cached_property
+    def _unmarked(self) -> Any:
+        """Plain ``jax.jit`` for when regions are disabled: JAX must not mix up the two traces."""
+
+        @functools.wraps(self.__wrapped__)
+        def unmarked(*args: Any, **kwargs: Any) -> Any:
+            return self.__wrapped__(*args, **kwargs)
+
+        return jax.jit(unmarked, **self._options)
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """Traces for these arguments, which may be ``jax.ShapeDtypeStruct``; see ``jax.jit``."""

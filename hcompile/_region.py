@@ -369,6 +369,8 @@ class _Call:
                 stats.misses.append(miss)
 
     def _in_line(self, reason: str) -> Any:
+        if self.captured is not None:
+            self.captured.restore_shared()
         for stats in self.stats:
             stats.inlined += 1
             stats.misses.append(f"ran in line: {reason}")

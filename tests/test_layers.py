@@ -62,15 +62,16 @@ FRAMEWORKS = ("equinox", "flax", "haiku", "optax")
 # The source tree.
 
 
-def python_files(folder):
-    return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.py"))
+def read_files(pattern):
+    return {
+        path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.glob(pattern))
+    }
 
 
-SOURCES = {path: (ROOT / path).read_text() for path in python_files("hcompile")}
-TESTS = {
-    path.relative_to(ROOT).as_posix(): path.read_text()
-    for path in sorted((ROOT / "tests").glob("test_*.py"))
-}
+SOURCES = read_files("hcompile/**/*.py")
+TESTS = read_files("tests/test_*.py")
+# What the tests share: conftest.py, which pytest loads for each of them, and modules beside it.
+SUPPORT = {path: text for path, text in read_files("tests/*.py").items() if path not in TESTS}
 
 
 def module_name(path):
@@ -82,11 +83,14 @@ def module_name(path):
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-FILE_OF_MODULE = {module_name(path): path for path in SOURCES}
+# pytest puts tests/ itself on the path, so a module there has no prefix.
+FILE_OF_MODULE = {module_name(path): path for path in SOURCES} | {
+    module_name(path).removeprefix("tests."): path for path in SUPPORT
+}
 
 
 def imported_files(path, source, file_of_module=FILE_OF_MODULE):
-    """The files of hcompile/ which the source at `path` imports, at whatever depth in it."""
+    """The files of this tree which the source at `path` imports, at whatever depth in it."""
     package = module_name(path)
     if not path.endswith("/__init__.py"):
         package = package.rpartition(".")[0]
@@ -188,11 +192,12 @@ def test_target_names_are_unique():
 
 
 def test_every_module_is_in_exactly_one_library():
-    assert sources_of("py_library") == sorted(SOURCES)
+    assert sources_of("py_library") == sorted([*SOURCES, *SUPPORT])
 
 
 def test_every_library_is_one_layer():
-    layers = [{layer_of(file) for file in t.srcs} for t in TARGETS if t.kind == "py_library"]
+    libraries = [t for t in TARGETS if t.kind == "py_library" and t.name != "test_support"]
+    layers = [{layer_of(file) for file in target.srcs} for target in libraries]
     assert sorted(map(sorted, layers)) == sorted([layer] for layer in LAYERS)
 
 
@@ -202,9 +207,10 @@ def test_every_test_file_is_in_exactly_one_test():
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_deps_are_the_imports(target):
-    imported = set()
-    for file in target.srcs:
-        imported |= imported_files(file, SOURCES[file] if file in SOURCES else TESTS[file])
+    texts = SOURCES | TESTS | SUPPORT
+    imported = set().union(*(imported_files(file, texts[file]) for file in target.srcs))
+    if target.kind == "py_test":
+        imported |= set(SUPPORT)
     needed = {LIBRARY_OF_FILE[file] for file in imported} - {f":{target.name}"}
     assert sorted(needed) == sorted(target.deps), f"the left side belongs in BUILD, {target.name}"
 

@@ -197,10 +197,12 @@ def _conclusion(results: dict[str, Result]) -> str:
     difference = _loss_difference(results)
     if difference is None:
         return "Nothing to compare: fewer than two variants finished."
-    verdict = "the loss agrees" if difference < 1e-3 else "THE LOSS DIFFERS"
+    verdict = "the loss agrees within" if difference < 1e-3 else "THE LOSS DIFFERS by"
+    # Not a slip: equal parts can round alike, and a bare 0.0e+00 looks like a broken comparison.
+    distance = f"{difference:.1e} (relative)" if difference else "the last bit, at every step"
     return (
         f"First result after {results['hcompile']['total_s']:.1f} s instead of "
-        f"{results['jit']['total_s']:.1f} s; {verdict} within {difference:.1e} (relative)."
+        f"{results['jit']['total_s']:.1f} s; {verdict} {distance}."
     )
 
 
@@ -232,6 +234,7 @@ def _work(variant: str, args: argparse.Namespace) -> Result:
         "first_loss": losses[0],
         "last_loss": losses[-1],
         "losses": losses,
+        "step_s": seconds,
         "device": jax.devices()[0].device_kind,
     }
 

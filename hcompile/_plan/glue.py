@@ -42,7 +42,9 @@ def pieces(
         here = [i for i in indices if times[i] == time]
         # Scalar work is one piece: cut up, it would be all calls and no work.
         is_array_work = time % 2 == 0
-        bundles, single = _bundles(_components(program, here), form) if is_array_work else ([], here)
+        bundles, single = (
+            _bundles(_components(program, here), form) if is_array_work else ([], here)
+        )
         rest += single
         if bundles:  # they read what the rest computed before, and the rest after reads them
             found += [sorted(rest)] if rest else []
@@ -73,9 +75,7 @@ def _earliest_times(
     return times
 
 
-def _delay(
-    program: Program, times: dict[int, int], producer: Callable[[Slot], int | None]
-) -> None:
+def _delay(program: Program, times: dict[int, int], producer: Callable[[Slot], int | None]) -> None:
     """Moves array work to where it is read first, so that it joins the component that reads it."""
     latest: dict[int, int] = {}
     for index in sorted(times, reverse=True):
@@ -84,7 +84,9 @@ def _delay(
         for slot in program.ops[index].reads():
             source = producer(slot)
             if source in times:
-                limit = times[index] - _next_time(0, times[index] % 2 == 1, _is_scalar(program, slot))
+                limit = times[index] - _next_time(
+                    0, times[index] % 2 == 1, _is_scalar(program, slot)
+                )
                 latest[source] = min(latest.get(source, limit), limit)
 
 

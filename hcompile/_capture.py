@@ -500,7 +500,10 @@ def _fill_function(copy: Any, fn: Any, parts: dict[Any, Any]) -> types.FunctionT
 
 
 def _blank_object(value: Any) -> Any:
-    return object.__new__(type(value))
+    kind = type(value)
+    if isinstance(kind.__new__, types.FunctionType):  # a class's own may want arguments
+        return object.__new__(kind)
+    return kind.__new__(kind)
 
 
 def _fill_object(copy: Any, value: Any, parts: dict[Any, Any]) -> Any:

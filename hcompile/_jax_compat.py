@@ -111,11 +111,16 @@ def abstract_argument(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak_type)
 
 
-def live_part(jaxpr: Any, used_outputs: Sequence[bool]) -> Any:
-    """The closed jaxpr with only ``used_outputs``, all its inputs, and what these need."""
+def live_part(jaxpr: Any, used_outputs: Sequence[bool]) -> tuple[Any, list[bool]]:
+    """The closed jaxpr with only ``used_outputs`` and what these need, and which inputs that is."""
     opened, consts = split_jaxpr(jaxpr)
-    live, _ = pe.dce_jaxpr(opened, list(used_outputs), instantiate=True)
-    return ClosedJaxpr(live, consts)
+    live, used_inputs = pe.dce_jaxpr(opened, list(used_outputs))
+    return ClosedJaxpr(live, consts), used_inputs
+
+
+def zeros(aval: Any) -> Any:
+    """An array of type ``aval``; a key made of zeros for a key type."""
+    return jax.jit(lambda: jax.lax.full(aval.shape, 0, aval.dtype))()
 
 
 def equation_context(eqn: JaxprEqn) -> tuple[Any, ...]:

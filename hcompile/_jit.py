@@ -454,6 +454,7 @@ class Compiled:
             parts = [executable for executable, _ in plan.executables.values()]
             _executables.compile_all(parts, f"compiling {self._name}")
             self.schedule = plan.schedule()
+            self._executables = parts  # alive, so that other programs can share them
             self._donated = [info.donated for info in jax.tree.leaves(traced._traced.args_info)]
             self._donates = any(self._donated)
             avals = [v.aval for v in traced._traced.jaxpr.jaxpr.invars]

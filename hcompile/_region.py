@@ -303,7 +303,8 @@ class _Call:
         self.mark = mark
         self.args = args
         self.kwargs = kwargs
-        self.name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
+        name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
+        self.name = name.rpartition("<locals>.")[2]
         self.captured: Any = None
         self.traced = False
 

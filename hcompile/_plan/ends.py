@@ -2,7 +2,8 @@
 
 The first layer's input is not differentiated, so its backward body lacks one cotangent; a last
 layer may lack a result. Running the inner layers' executable and ignoring the surplus costs a
-fraction of one layer a step; an executable of its own would cost a whole compile.
+fraction of one layer a step; an executable of its own would cost a whole compile. Inputs that only the surplus needs can hold
+anything.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .. import _jax_compat
-from .ops import Op, Program
+from .ops import Op, Program, Slot
 
 _MAX_TRIES = 64
 
@@ -22,7 +23,7 @@ _MAX_TRIES = 64
 def share_ends(program: Program) -> Program:
     """``program`` with every region call that occurs once, and is part of another, made that one."""
     uses = collections.Counter(op.region for op in program.ops if op.region is not None)
-    models = {op.region: op for op in program.ops if uses[op.region] > 1}
+    models = {op.region: op for op in program.ops if op.region is not None}
     ops = [
         _adopted(program, op, list(models.values())) if uses[op.region] == 1 else op
         for op in program.ops
@@ -31,25 +32,18 @@ def share_ends(program: Program) -> Program:
 
 
 def _adopted(program: Program, op: Op, models: list[Op]) -> Op:
-    if op.region is None:
-        return op
+    """``op`` as a call of the first of ``models`` that computes all it computes, or as it is."""
     wanted = None
     for model in models:
-        if not _could_contain(program, model, op):
+        if model.eqn.params["name"] != op.eqn.params["name"] or len(model.outs) <= len(op.outs):
             continue
-        wanted = wanted or _live_form(program, op, [True] * len(op.outs))
-        for used in _masks(program, model, op):
-            if _live_form(program, model, used) == wanted:
-                return _as_call_of(program, model, op, used)
+        wanted = wanted or _live(program, op, [True] * len(op.outs))
+        for used_outputs in _masks(program, model, op):
+            form, used_inputs = _live(program, model, used_outputs)
+            if form == wanted[0]:
+                ins = list(itertools.compress(op.ins, wanted[1]))
+                return _as_call_of(program, model, ins, used_inputs, op.outs, used_outputs)
     return op
-
-
-def _could_contain(program: Program, model: Op, op: Op) -> bool:
-    return (
-        model.eqn.params["name"] == op.eqn.params["name"]
-        and len(model.outs) > len(op.outs)
-        and [program.avals[s] for s in model.ins] == [program.avals[s] for s in op.ins]
-    )
 
 
 def _masks(program: Program, model: Op, op: Op) -> Iterator[list[bool]]:
@@ -62,18 +56,41 @@ def _masks(program: Program, model: Op, op: Op) -> Iterator[list[bool]]:
             yield [i in chosen for i in range(len(have))]
 
 
-def _live_form(program: Program, op: Op, used: list[bool]) -> Any:
-    live = _jax_compat.live_part(op.eqn.params["jaxpr"], used)
-    return program.canonicalizer.jaxpr(live)
+def _live(program: Program, op: Op, used_outputs: list[bool]) -> tuple[Any, list[bool]]:
+    """The canonical form of what these outputs need of a region, and the inputs that is."""
+    live, used_inputs = _jax_compat.live_part(op.eqn.params["jaxpr"], used_outputs)
+    return program.canonicalizer.jaxpr(live), used_inputs
 
 
-def _as_call_of(program: Program, model: Op, op: Op, used: list[bool]) -> Op:
-    remaining = iter(op.outs)
-    outs = []
-    for slot, is_used in zip(model.outs, used, strict=True):
-        if is_used:
-            outs.append(next(remaining))
-        else:
-            program.avals.append(program.avals[slot])
-            outs.append(len(program.avals) - 1)
-    return Op(model.eqn, op.ins, tuple(outs), model.region)
+def _as_call_of(
+    program: Program,
+    model: Op,
+    ins: list[Slot],
+    used_inputs: list[bool],
+    outs: Sequence[Slot],
+    used_outputs: list[bool],
+) -> Op:
+    given, wanted = iter(ins), iter(outs)
+    all_ins = [
+        next(given) if used else _stand_in(program, slot)
+        for slot, used in zip(model.ins, used_inputs, strict=True)
+    ]
+    all_outs = [
+        next(wanted) if used else program.new_slot(program.avals[slot])
+        for slot, used in zip(model.outs, used_outputs, strict=True)
+    ]
+    return Op(model.eqn, tuple(all_ins), tuple(all_outs), model.region)
+
+
+def _stand_in(program: Program, slot: Slot) -> Slot:
+    """Something of the type of ``slot`` for an input that only the surplus outputs read.
+
+    An argument of the step costs nothing; failing that, zeros are kept beside the executables.
+    """
+    aval = program.avals[slot]
+    for candidate in (*range(program.num_inputs), *program.constants):
+        if program.avals[candidate] == aval:
+            return candidate
+    made = program.new_slot(aval)
+    program.constants[made] = _jax_compat.zeros(aval)
+    return made

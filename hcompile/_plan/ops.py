@@ -47,3 +47,8 @@ class Program:
     outputs: list[Atom]
     avals: list[Any]
     canonicalizer: Canonicalizer
+
+    def new_slot(self, aval: Any) -> Slot:
+        """A slot for a value of type ``aval``."""
+        self.avals.append(aval)
+        return len(self.avals) - 1

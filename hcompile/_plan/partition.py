@@ -198,7 +198,6 @@ class _Partitioner:
         An argument, a constant, a literal, and a value returned twice: as under ``jax.jit``, each
         output is an array of its own, so that donating one later leaves the others alone.
         """
-        avals = self._program.avals
         sources: list[Atom] = []
         targets: list[Slot] = []
         outputs: list[Slot] = []
@@ -208,9 +207,9 @@ class _Partitioner:
                 seen.add(atom)
                 outputs.append(atom)
                 continue
-            avals.append(avals[atom] if isinstance(atom, int) else atom.aval)
+            aval = self._program.avals[atom] if isinstance(atom, int) else atom.aval
             sources.append(atom)
-            targets.append(len(avals) - 1)
+            targets.append(self._program.new_slot(aval))
             outputs.append(targets[-1])
         if not sources:
             return [], outputs

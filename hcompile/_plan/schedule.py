@@ -51,12 +51,13 @@ class Liveness:
     def _usable(self, part: Part, free: set[int]) -> tuple[int, ...]:
         wanted = collections.Counter(map(self._buffer_type, part.targets))
         chosen = []
-        for i in sorted(free):
+        # What the caller donated comes first: parameters are to be updated in place.
+        for i in sorted(free, key=lambda i: (part.ins[i] >= self._program.num_inputs, i)):
             kind = self._buffer_type(part.ins[i])
             if wanted[kind] > 0:
                 wanted[kind] -= 1
                 chosen.append(i)
-        return tuple(chosen)
+        return tuple(sorted(chosen))
 
     def _buffer_type(self, slot: Slot) -> tuple[Any, ...]:
         aval = self._program.avals[slot]

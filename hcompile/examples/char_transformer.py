@@ -5,13 +5,14 @@ the help texts that ship with Python. The layers are a plain Python loop; the on
 hcompile needs is the one that makes `run_block_as_region` from `run_block`.
 
 Example:
+    >>> import hcompile
     >>> from hcompile.examples import char_transformer as ct
     >>> text = ct.load_text()
     >>> vocab = ct.vocabulary(text)
-    >>> config = ct.Config(vocab=len(vocab), layers=2, width=32, seq=16)
+    >>> config = ct.Config(vocab=len(vocab), layers=2, width=32, seq=16, regions=True)
     >>> graphdef, params = ct.init(config, seed=0)
     >>> optimizer = ct.make_optimizer(steps=10)
-    >>> train_step = ct.make_train_step(graphdef, optimizer)
+    >>> train_step = hcompile.jit(ct.make_train_step(graphdef, optimizer))
     >>> batch = next(ct.batches(ct.encode(text, vocab), batch=4, seq=16, seed=0))
     >>> params, opt_state, metrics = train_step(params, optimizer.init(params), batch)
     >>> sorted(metrics)

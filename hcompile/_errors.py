@@ -6,7 +6,44 @@ Names follow ``<Verb or Noun>Error``; each is also the built-in exception a call
 
 from __future__ import annotations
 
+import pathlib
+import types
 from typing import Any
+
+import jax
+
+_PACKAGE = str(pathlib.Path(__file__).parent) + "/"
+_EXAMPLES = _PACKAGE + "examples/"
+
+
+class _OwnFramesHidden:
+    """Errors leave this context without hcompile's frames, as they leave JAX without JAX's.
+
+    ``jax_traceback_filtering="off"`` keeps them, as it keeps JAX's.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+        if error is not None and jax.config.jax_traceback_filtering != "off":
+            error.__traceback__ = _without_own(error.__traceback__)
+
+
+own_frames_hidden = _OwnFramesHidden()
+
+
+def _without_own(traceback: types.TracebackType | None) -> types.TracebackType | None:
+    foreign = []
+    while traceback is not None:
+        name = traceback.tb_frame.f_code.co_filename
+        if not name.startswith(_PACKAGE) or name.startswith(_EXAMPLES):
+            foreign.append(traceback)
+        traceback = traceback.tb_next
+    rest = None
+    for entry in reversed(foreign):
+        rest = types.TracebackType(rest, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return rest
 
 
 class HCompileError(Exception):

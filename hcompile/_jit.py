@@ -98,18 +98,19 @@ class Jitted:
         return f"<hcompile.jit of {_name(self._jitted)}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _region.is_disabled():
-            return self._unmarked(*args, **kwargs)
-        if not _jax_compat.is_eager() or jax.config.jax_disable_jit:
-            return self._jitted(*args, **kwargs)
-        signature = _Signature(self._statics, args, kwargs)
-        compiled = self._find(signature)
-        if compiled is None:
-            with self._lock:
-                compiled = self._find(signature) or self._build(signature, args, kwargs)
-        if compiled.schedule is None:
-            return self._jitted(*args, **kwargs)
-        return compiled.run(signature)
+        with _errors.own_frames_hidden:
+            if _region.is_disabled():
+                return self._unmarked(*args, **kwargs)
+            if not _jax_compat.is_eager() or jax.config.jax_disable_jit:
+                return self._jitted(*args, **kwargs)
+            signature = _Signature(self._statics, args, kwargs)
+            compiled = self._find(signature)
+            if compiled is None:
+                with self._lock:
+                    compiled = self._find(signature) or self._build(signature, args, kwargs)
+            if compiled.schedule is None:
+                return self._jitted(*args, **kwargs)
+            return compiled.run(signature)
 
     @functools.cached_property
     def _unmarked(self) -> Any:
@@ -123,7 +124,8 @@ class Jitted:
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """Traces for these arguments, which may be ``jax.ShapeDtypeStruct``; see ``jax.jit``."""
-        return self._trace(_Signature(self._statics, args, kwargs), args, kwargs)
+        with _errors.own_frames_hidden:
+            return self._trace(_Signature(self._statics, args, kwargs), args, kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Traces, plans and lowers for these arguments."""
@@ -472,11 +474,12 @@ class Compiled:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._whole is not None:
-            return self._whole(*args, **kwargs)
-        signature = _Signature(_NO_STATICS, args, kwargs)
-        self._check(signature)
-        return self.run(signature)
+        with _errors.own_frames_hidden:
+            if self._whole is not None:
+                return self._whole(*args, **kwargs)
+            signature = _Signature(_NO_STATICS, args, kwargs)
+            self._check(signature)
+            return self.run(signature)
 
     def report(self) -> _report.Report:
         """What was compiled, reused and missed, and how long each took."""

@@ -196,7 +196,8 @@ def _marked(fn: Any, mark: Mark) -> Callable[..., Any]:
     def region(*args: Any, **kwargs: Any) -> Any:
         if is_off() or _jax_compat.is_eager():
             return fn(*args, **kwargs)
-        return _Call(fn, mark, args, kwargs).run()
+        with _errors.own_frames_hidden:
+            return _Call(fn, mark, args, kwargs).run()
 
     return region
 
@@ -326,7 +327,7 @@ class _Call:
         except Exception as error:
             # The user's own error shows again in line, with their frames only; a function that
             # works in line, but not on abstract copies, is served as if unmarked.
-            return self._in_line(f"{type(error).__name__}: {str(error).splitlines()[:1]}")
+            return self._in_line(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
         self._count_body(program, key, outcome.spec)
         return outcome.spec.unflatten(outcome.arrays)
 

@@ -122,7 +122,7 @@ class Captured:
         return fn, args, kwargs
 
     def restore_shared(self) -> None:
-        """Puts back what a trace assigned to attributes of classes and modules, which are not copied."""
+        """Puts back what a trace assigned to classes and modules, which are not copied."""
         for owner, name, value in self._shared:
             if vars(owner).get(name) is not value:
                 setattr(owner, name, value)
@@ -282,7 +282,7 @@ class Captured:
         raise UnknownLeafError(f"{_render(path)} is a {type(value).__name__}")
 
     def _visit_library_callable(self, value: Any, path: Any, replaceable: bool) -> Node:
-        """A jitted function, a ufunc, a ``custom_vjp`` object: the very object, and what it wraps."""
+        """A jitted function, a ufunc, a ``custom_vjp``: the very object, and what it wraps."""
         node = self._add(value, replaceable)
         self._record(Same(value), path)
         wrapped = getattr(value, "__wrapped__", None)
@@ -378,10 +378,9 @@ def _node_types(treedef: Any) -> tuple[type, ...]:
 
 def cell_is_empty(cell: types.CellType) -> bool:
     try:
-        cell.cell_contents
+        return cell.cell_contents is cell
     except ValueError:
         return True
-    return False
 
 
 def _slots(kind: type) -> list[str]:

@@ -121,9 +121,9 @@ def donated_twice(function: str, first: str, second: str) -> DonatedTwiceError:
 
 def deleted_argument(function: str, path: str, array: Any) -> DeletedArgumentError:
     return DeletedArgumentError(
-        f"{function}: argument {path} ({array.dtype}{list(array.shape)}) has been deleted. A likely "
-        f"cause is that it was donated to an earlier call, which reused its buffer. Use that call's "
-        f"result in its place, or leave the argument out of donate_argnums."
+        f"{function}: argument {path} ({array.dtype}{list(array.shape)}) has been deleted. "
+        f"A likely cause is that it was donated to an earlier call, which reused its buffer. Use "
+        f"that call's result in its place, or leave the argument out of donate_argnums."
     )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 
 # A NumPy array up to this many elements is a table that steers Python code, so it is a constant,
@@ -60,7 +61,7 @@ class Same:
 
 
 class Constant:
-    """A fact about a value: equal in value *and* type; ``nan`` equals itself, ``0.0`` not ``-0.0``."""
+    """A fact about a value and its type; ``nan`` equals itself, ``0.0`` does not equal ``-0.0``."""
 
     __slots__ = ("key", "shown")
 

@@ -12,17 +12,16 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import jax.core
 import jax.extend.core as jex
+from jax.extend.core import ClosedJaxpr as ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
+from jax.extend.core import Jaxpr as Jaxpr
+from jax.extend.core import JaxprEqn as JaxprEqn
+from jax.extend.core import Literal as Literal
+from jax.extend.core import Primitive as Primitive
+from jax.extend.core import Var as Var
+from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
 from jax.interpreters import partial_eval as pe
-
-ClosedJaxpr = jex.ClosedJaxpr
-Jaxpr = jex.Jaxpr
-JaxprEqn = jex.JaxprEqn
-Literal = jex.Literal
-Primitive = jex.Primitive
-Var = jex.Var
-jaxpr_as_fun = jex.jaxpr_as_fun
-
 
 # --- Where we are: eager or under a trace, and in which of JAX's contexts ---------------------
 
@@ -209,13 +208,13 @@ def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Any]:
 _DEAR = frozenset(
     """
     dot_general ragged_dot ragged_dot_general conv_general_dilated scaled_dot scaled_matmul
-    custom_vjp_call custom_jvp_call custom_lin pallas_call ffi_call tpu_custom_call triton_kernel_call
-    pure_callback io_callback while scan cond sort top_k approx_top_k fft cumsum cumprod cummax
-    cummin cumlogsumexp reduce_window reduce_window_sum reduce_window_max reduce_window_min
-    select_and_scatter_add select_and_gather_add random_bits random_seed random_wrap random_gamma
-    threefry2x32 rng_bit_generator rng_uniform lu lu_pivots_to_permutation cholesky
-    triangular_solve eigh eig svd qr geqrf householder_product schur hessenberg tridiagonal
-    tridiagonal_solve linear_solve custom_linear_solve scatter scatter_add scatter-add
+    custom_vjp_call custom_jvp_call custom_lin pallas_call ffi_call tpu_custom_call
+    triton_kernel_call pure_callback io_callback while scan cond sort top_k approx_top_k fft cumsum
+    cumprod cummax cummin cumlogsumexp reduce_window reduce_window_sum reduce_window_max
+    reduce_window_min select_and_scatter_add select_and_gather_add random_bits random_seed
+    random_wrap random_gamma threefry2x32 rng_bit_generator rng_uniform lu lu_pivots_to_permutation
+    cholesky triangular_solve eigh eig svd qr geqrf householder_product schur hessenberg
+    tridiagonal tridiagonal_solve linear_solve custom_linear_solve scatter scatter_add scatter-add
     all_gather all_to_all psum psum2 psum_invariant reduce_scatter ppermute shard_map name
     """.split()
 )

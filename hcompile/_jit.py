@@ -82,7 +82,7 @@ class Jitted:
     """What ``hcompile.jit`` returns. Not made directly."""
 
     def __init__(self, fun: Callable[..., Any], options: dict[str, Any]):
-        self._jitted = jax.jit(fun, **options)
+        self._jitted: Any = jax.jit(fun, **options)
         self._options = options
         self._statics = _Statics(fun, options)
         self._programs: collections.deque[Compiled] = collections.deque(maxlen=_MAX_PROGRAMS)
@@ -193,7 +193,7 @@ class _Statics:
         elif nums is None:
             self.nums = {positional.index(name) for name in self.names if name in positional}
 
-    def split(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], Hashable]:
+    def split(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], tuple]:
         """Dynamic positional and keyword arguments, and the static values."""
         if not (self.nums or self.names):
             return args, kwargs, ()
@@ -243,7 +243,7 @@ class _Signature:
         return head + jax.tree_util.keystr(tuple(rest))
 
 
-def _leaf_facts(leaf: Any) -> Hashable:
+def _leaf_facts(leaf: Any) -> tuple:
     if isinstance(leaf, jax.Array):
         return _array_facts(leaf)
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
@@ -491,7 +491,7 @@ class Compiled:
         arrays = signature.leaves
         if self._donates:
             self._check_donated(signature)
-        if any(type(fact[0]) is type for fact in signature.facts):
+        if any(isinstance(fact[0], type) for fact in signature.facts):
             arrays = list(map(_as_array, arrays, self._dtypes))
         outputs = self.schedule.run(arrays)
         return jax.tree_util.tree_unflatten(self._out_tree, outputs)

@@ -1,4 +1,4 @@
-"""A progress bar on a terminal while parts compile; silent elsewhere and with HCOMPILE_PROGRESS=0."""
+"""A progress bar on a terminal while parts compile; silent elsewhere, or by HCOMPILE_PROGRESS=0."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Mark:
 
     options: RegionOptions
     max_reuse_entries: int
-    reuse_hash_fn: Callable[..., int] | None
+    reuse_hash_fn: Callable[..., Any] | None
 
 
 @overload
@@ -135,9 +135,9 @@ def nested_compile_region(
       options: how the region is compiled, see ``RegionOptions``.
       max_reuse_entries: how many distinct bodies ``fn`` may need within one program that
         ``hcompile.jit`` traces.
-      reuse_hash_fn: ``(*args, **kwargs) -> int``, called with the call's (abstract) arguments. Equal
-        numbers declare the constants and captures of two calls equal; the structure and the
-        shapes of arguments are compared all the same.
+      reuse_hash_fn: ``(*args, **kwargs) -> int``, called with the call's (abstract) arguments.
+        Equal numbers declare the constants and captures of two calls equal; the structure and
+        the shapes of arguments are compared all the same.
 
     Returns:
       A function with the signature of ``fn``.

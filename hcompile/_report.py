@@ -157,5 +157,8 @@ def _part_row(part: PartReport) -> Sequence[str]:
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterable[str]:
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     for row in (header, *rows):
-        cells = [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:-1], widths[1:]))]
+        cells = [
+            row[0].ljust(widths[0]),
+            *(c.rjust(w) for c, w in zip(row[1:-1], widths[1:-1], strict=True)),
+        ]
         yield ("    " + "  ".join(cells) + "  " + row[-1]).rstrip()

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import inspect
 import threading
 import types
 from collections.abc import Callable, Hashable, Iterator
@@ -111,7 +112,9 @@ class ReuseCache:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._entries: collections.OrderedDict[Hashable, ReuseEntry] = collections.OrderedDict()
+        self._entries: collections.OrderedDict[tuple[Hashable, Hashable], ReuseEntry] = (
+            collections.OrderedDict()
+        )
         self._latest: dict[Hashable, ReuseEntry] = {}
 
     def find(self, key: Hashable, facts: tuple[Hashable, ...]) -> ReuseEntry | None:
@@ -151,7 +154,7 @@ def function_key(fn: Callable[..., Any]) -> Hashable | None:
         elif hasattr(fn, "func") and hasattr(fn, "keywords"):  # functools.partial and its kin
             fn = fn.func
         else:
-            call = getattr(type(fn), "__call__", None)
+            call = inspect.getattr_static(type(fn), "__call__", None)
             if not isinstance(call, types.FunctionType):
                 return None
             fn = call

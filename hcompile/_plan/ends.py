@@ -2,8 +2,8 @@
 
 The first layer's input is not differentiated, so its backward body lacks one cotangent; a last
 layer may lack a result. Running the inner layers' executable and ignoring the surplus costs a
-fraction of one layer a step; an executable of its own would cost a whole compile. Inputs that only the surplus needs can hold
-anything.
+fraction of one layer a step; an executable of its own would cost a whole compile. Inputs that
+only the surplus needs can hold anything.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ _MAX_TRIES = 64
 
 
 def share_ends(program: Program) -> Program:
-    """``program`` with every region call that occurs once, and is part of another, made that one."""
-    uses = collections.Counter(op.region for op in program.ops if op.region is not None)
+    """Makes each region call that occurs once, and is part of another, a call of that other."""
+    uses = collections.Counter(op.region for op in program.ops)
     models = {op.region: op for op in program.ops if op.region is not None}
     ops = [
-        _adopted(program, op, list(models.values())) if uses[op.region] == 1 else op
+        _adopted(program, op, list(models.values()))
+        if op.region is not None and uses[op.region] == 1
+        else op
         for op in program.ops
     ]
     return dataclasses.replace(program, ops=ops)

@@ -1,4 +1,4 @@
-"""Glue that repeats, found inside one level: an optimizer's updates, one call for each layer's worth.
+"""Glue that repeats inside one level: an optimizer's updates, one call for each layer's worth.
 
 The equations of a level are cut into components. Two equations belong together when they share an
 array; a scalar does not join them, since a learning rate or a gradient norm is read everywhere.
@@ -145,7 +145,7 @@ def _bundles(
 
 
 def _best_count(kinds: list[tuple[int, int]]) -> int:
-    """How many bundles need the fewest equations compiled, for ``(occurrences, size)`` of each kind."""
+    """How many bundles compile the fewest equations; ``kinds`` are (occurrences, size)."""
 
     def cost(count: int) -> int:
         compiled = sum((times // count + times % count) * size for times, size in kinds)

@@ -499,7 +499,7 @@ def _fill_function(copy: Any, fn: Any, parts: dict[Any, Any]) -> types.FunctionT
 
 
 def _blank_object(value: Any) -> Any:
-    kind = type(value)
+    kind: Any = type(value)
     if isinstance(kind.__new__, types.FunctionType):  # a class's own may want arguments
         return object.__new__(kind)
     return kind.__new__(kind)

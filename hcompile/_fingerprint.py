@@ -8,6 +8,7 @@ and shardings behind a cached body; a constant is known by type and value.
 from __future__ import annotations
 
 import enum
+import hashlib
 import types
 import weakref
 from collections.abc import Hashable
@@ -16,10 +17,6 @@ from typing import Any
 import jax
 import jax.core
 import numpy as np
-
-# A NumPy array up to this many elements is a table that steers Python code, so it is a constant,
-# compared by content. A larger one holds weights or data, and is lifted like a ``jax.Array``.
-MAX_CONSTANT_ELEMENTS = 1024
 
 
 class Tag(enum.Enum):
@@ -81,20 +78,22 @@ class Constant:
 
 
 def is_array(value: Any) -> bool:
-    """Whether ``value`` is lifted to an input: a ``jax.Array``, a tracer, a large NumPy array."""
-    if isinstance(value, jax.Array):
-        return True
-    return isinstance(value, np.ndarray) and value.size > MAX_CONSTANT_ELEMENTS
+    """Whether ``value`` is lifted to an input: a ``jax.Array``, which a tracer is too.
+
+    Not a NumPy array: Python code can branch on it, write to it, and compute with it in NumPy's
+    own dtypes. It is a constant.
+    """
+    return isinstance(value, jax.Array)
 
 
 def is_traced(value: Any) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
-# Compared with ``==`` after ``type``: immutable, and equal only when interchangeable.
-_PLAIN = (bool, int, str, bytes, types.NoneType, types.EllipsisType, range, enum.Enum)
+# Immutable, and equal only when interchangeable. A subclass can hold attributes: no constant.
+_PLAIN = frozenset({bool, int, str, bytes, types.NoneType, types.EllipsisType, range})
 _BY_VALUE = (
-    *_PLAIN,
+    enum.Enum,
     np.dtype,
     jax.sharding.Sharding,
     jax.sharding.PartitionSpec,
@@ -111,26 +110,21 @@ def constant(value: Any) -> Constant | None:
 
 def _constant_key(value: Any) -> Hashable | None:
     kind = type(value)
-    if isinstance(value, _BY_VALUE):
+    if kind in _PLAIN or isinstance(value, _BY_VALUE):
         return (kind, value)
-    if isinstance(value, (float, complex)) and kind in (float, complex):
+    if kind in (float, complex):
         return (kind, repr(value))  # repr tells nan, -0.0 and every digit apart
     if isinstance(value, np.generic) and not value.dtype.hasobject:
         return (kind, value.tobytes())
-    if isinstance(value, np.ndarray):
-        return _ndarray_key(value)
-    if isinstance(value, slice):
+    if kind is np.ndarray and not value.dtype.hasobject:
+        content = hashlib.blake2b(np.ascontiguousarray(value)).digest()
+        return (kind, value.dtype, value.shape, content)
+    if kind is slice:
         return _sequence_key(kind, (value.start, value.stop, value.step))
-    if isinstance(value, frozenset):
+    if kind is frozenset:
         key = _sequence_key(kind, tuple(value))
         return None if key is None else (kind, frozenset(key[1:]))
     return None
-
-
-def _ndarray_key(value: np.ndarray) -> Hashable | None:
-    if value.dtype.hasobject or value.size > MAX_CONSTANT_ELEMENTS:
-        return None
-    return (np.ndarray, value.dtype, value.shape, value.tobytes())
 
 
 def _sequence_key(kind: type, values: tuple) -> tuple | None:

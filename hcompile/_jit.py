@@ -88,8 +88,8 @@ class Jitted:
         self._programs: collections.deque[Compiled] = collections.deque(maxlen=_MAX_PROGRAMS)
         self._reports: list[_report.ProgramReport] = []
         self._lock = threading.RLock()
-        self.__wrapped__ = fun
-        functools.update_wrapper(self, fun)
+        # Not its ``__dict__``: ``jax.grad(f)`` carries that of ``f``, which can be one of these.
+        functools.update_wrapper(self, fun, updated=())
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)

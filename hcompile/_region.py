@@ -320,14 +320,18 @@ class _Call:
             return self._in_line(f"{type(self.fn).__qualname__} is not a Python function")
         try:
             outcome = self._stamp_out(key)
-        except (UnknownLeafError, NotReusableError) as reason:
-            return self._in_line(str(reason))
+        except (UnknownLeafError, NotReusableError) as error:
+            reason = str(error)
         except _errors.HCompileError:
             raise
         except Exception as error:
             # The user's own error shows again in line, with their frames only; a function that
             # works in line, but not on abstract copies, is served as if unmarked.
-            return self._in_line(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        else:
+            reason = None
+        if reason is not None:  # outside the handler, so that errors in line are not chained
+            return self._in_line(reason)
         self._count_body(program, key, outcome.spec)
         return outcome.spec.unflatten(outcome.arrays)
 

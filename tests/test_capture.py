@@ -97,10 +97,6 @@ class TestLifted:
             (lambda x, tree={"a": [w, {"b": w + 1}]}: x @ tree["a"][0] + tree["a"][1]["b"][0])
             for w in weights(12)
         ],
-        "numpy weights": lambda: [
-            (lambda x, w=np.full((4, 512), 0.01 * i, np.float32): x + (x @ w).sum() * 0.1)
-            for i in range(12)
-        ],
     }
 
     @pytest.mark.parametrize("name", CASES)
@@ -328,6 +324,36 @@ class TestGuards:
 
 
 KEY = jax.random.key(0)
+
+
+class TestNumpy:
+    """A NumPy array is a constant with NumPy's semantics, however large."""
+
+    @pytest.mark.parametrize(
+        "fn",
+        [
+            lambda t, x: x + np.asarray((t * 2654435761 % 1000)[:4], np.float32),
+            lambda t, x: x + t.sum() // 2**20,
+            lambda t, x: x * 2 if isinstance(t, np.ndarray) else x * 3,
+        ],
+    )
+    def test_values_are_numpys(self, fn):
+        table = np.arange(2048) + 2**24
+        marked = hcompile.region(fn)
+        got = jax.jit(lambda x: marked(table, marked(table, x)))(X)
+        np.testing.assert_allclose(got, fn(table, fn(table, X)), rtol=1e-6)
+        (info,) = hcompile.cache_info().values()
+        assert (info["traces"], info["inlined"]) == (1, 0)
+
+    def test_a_written_array_runs_in_line(self):
+        table = np.ones(2048, np.float32)
+
+        def f(x):
+            table.__imul__(2)
+            return x + table[:4]
+
+        got = jax.jit(lambda x: hcompile.region(f)(hcompile.region(f)(x)))(X)
+        np.testing.assert_allclose(got, X + 6)
 
 
 class TestContexts:

@@ -293,6 +293,35 @@ class TestCalls:
         assert len(f.report().programs) == 1
 
 
+class TestWrapped:
+    """``jax.grad`` and ``functools.wraps`` copy the ``__dict__`` of what they wrap."""
+
+    def test_jit_of_a_transformed_jit(self):
+        inner = hcompile.jit(loss)
+        args = (init_layers(2), inputs())
+        assert_trees_close(hcompile.jit(jax.grad(inner))(*args), jax.grad(plain_loss)(*args))
+
+    def test_jit_of_a_wrapped_jit(self):
+        inner = hcompile.jit(loss)
+
+        @functools.wraps(inner)
+        def more(*args):
+            return inner(*args) + 1
+
+        args = (init_layers(2), inputs())
+        np.testing.assert_allclose(hcompile.jit(more)(*args), plain_loss(*args) + 1, rtol=1e-5)
+
+    def test_attributes_of_the_function_do_not_matter(self):
+        class Net:
+            def __init__(self):
+                self._lock = self._programs = self._options = self._jitted = None
+
+            def __call__(self, x):
+                return x + 1
+
+        assert hcompile.jit(Net())(1) == 2
+
+
 class TestDonation:
     def test_parameters_are_updated_in_place(self):
         def step(ps, x):

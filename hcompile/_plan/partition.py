@@ -137,12 +137,13 @@ class _Partitioner:
             needs_region[index] = op.region is not None or any(
                 needs_region[i] for i in sources if i is not None
             )
+        last = max(levels, default=0)
         for index in reversed(range(len(levels))):
-            readers = [
-                i for slot in self._program.ops[index].outs for i in self._readers.get(slot, ())
-            ]
-            if not needs_region[index] and readers:
-                levels[index] = min(levels[i] for i in readers)
+            op = self._program.ops[index]
+            readers = [i for slot in op.outs for i in self._readers.get(slot, ())]
+            if not needs_region[index]:
+                # An output of arguments only comes last, when it can take their buffers over.
+                levels[index] = min((levels[i] for i in readers), default=last)
 
     def _is_read_by_region_or_returned(self, op: Op) -> bool:
         return any(

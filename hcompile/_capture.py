@@ -18,9 +18,11 @@ layer's ``name`` does not defeat reuse unless something reads it.
 
 from __future__ import annotations
 
+import collections
 import functools
 import struct
 import types
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -34,6 +36,7 @@ from ._code import (
     PURE_BASES,
     CodeInfo,
     code_info,
+    is_impure,
     is_library,
 )
 from ._fingerprint import Same, Tag, constant, is_array, is_traced
@@ -105,10 +108,18 @@ class Captured:
         self._known: dict[tuple[int, bool | str], tuple[Node, int]] = {}
         self._namespaces: list[_Namespace] = []
         self._shared: list[tuple[Any, str, Any]] = []
+        self._contents: list[tuple[Any, Any]] = []
+        self._compares_identity = False
+        self._alias: tuple[int, ...] | None = None
         self._names: set[str] = set()
         self._fn = self._visit(fn, ("", None), True)
         self._arguments = self._visit((args, kwargs), ("arguments", None), True)
         self._visit_named_attributes()
+        if self._compares_identity:  # ``q is k`` would see which arrays are one
+            first: dict[int, int] = {}
+            alias = tuple(first.setdefault(id(a), i) for i, a in enumerate(self.arrays))
+            self._record(("the same arrays", alias), ("the arrays", None))
+            self._alias = alias
 
     def path(self, index: int) -> str:
         """Where fact number ``index`` was found, e.g. ``self.norm.eps`` or ``arguments[0][1]``."""
@@ -116,13 +127,23 @@ class Captured:
 
     def rebuild(self, arrays: Sequence[Any]) -> tuple[Callable[..., Any], tuple, dict[str, Any]]:
         """``(fn, args, kwargs)`` with ``arrays`` in the places of ``self.arrays``."""
-        rebuilder = _Rebuilder(arrays, self._nodes)
+        rebuilder = _Rebuilder(self.placed(arrays), self._nodes)
         fn = rebuilder(self._fn)
         args, kwargs = rebuilder(self._arguments)
         return fn, args, kwargs
 
+    def placed(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        """``arrays`` as the body sees them: one for each group that is one here, if it can tell."""
+        return arrays if self._alias is None else [arrays[i] for i in self._alias]
+
     def restore_shared(self) -> None:
-        """Puts back what a trace assigned to classes and modules, which are not copied."""
+        """Puts back what a trace changed in classes and modules, which are not copied."""
+        for value, contents in self._contents:
+            if isinstance(value, list):
+                value[:] = contents
+            else:
+                value.clear()
+                value.update(contents)
         for owner, name, value in self._shared:
             if vars(owner).get(name) is not value:
                 setattr(owner, name, value)
@@ -154,6 +175,8 @@ class Captured:
             return Captured._visit_partial
         if isinstance(value, (type, types.ModuleType)):
             return Captured._visit_class_or_module
+        if isinstance(value, dict) and type(value) in _DICTS:
+            return Captured._visit_dict
         if _is_container(value):
             return Captured._visit_container
         if isinstance(value, (set, types.CellType)):
@@ -198,6 +221,8 @@ class Captured:
     def _visit_function(self, fn: types.FunctionType, path: Any, replaceable: bool) -> Node:
         node = self._add(fn, replaceable)
         library = is_library(fn.__globals__.get("__name__"))
+        if is_impure(fn.__globals__.get("__name__")):
+            raise UnknownLeafError(f"{_render(path)} can answer differently each time")
         if library and not fn.__closure__:
             self._record(Same(fn), path)
             return node
@@ -207,6 +232,10 @@ class Captured:
             info = self._note_code(fn.__code__, path)
             node.mutable = info.writes_cells
             visible = {n: fn.__globals__[n] for n in info.global_names if n in fn.__globals__}
+            for name, attribute in info.module_attributes:
+                module = visible.get(name)
+                if isinstance(module, types.ModuleType) and is_impure(module.__name__, {attribute}):
+                    raise UnknownLeafError(f"{name}.{attribute} can answer differently each time")
             self._record(tuple(visible), path)
         if fn.__dict__:
             node.mutable = True
@@ -236,6 +265,7 @@ class Captured:
         if info.opaque:
             raise UnknownLeafError(f"{code.co_qualname} calls {info.opaque}(), which can read all")
         self._names |= info.names
+        self._compares_identity |= info.compares_identity
         return info
 
     def _visit_method(self, method: types.MethodType, path: Any, replaceable: bool) -> Node:
@@ -256,20 +286,59 @@ class Captured:
         return node
 
     def _visit_container(self, value: Any, path: Any, replaceable: bool) -> Node:
+        """One level of a pytree: its parts, and what its class keeps beside them."""
         node = self._add(value, replaceable, mutable=True)
-        leaves, treedef = _tree_flatten(value)
+        self._remember_contents(value, replaceable)
+        children, treedef = _tree_flatten(value, is_leaf=lambda part: part is not value)
         try:
             hash(treedef)
         except TypeError as error:
             raise UnknownLeafError(f"{_render(path)} has unhashable structure: {error}") from None
         self._record(treedef, path)
         node.parts = {
-            i: self._visit(leaf, (path, (value, i)), replaceable) for i, leaf in enumerate(leaves)
+            i: self._visit(child, (path, (value, i)), replaceable)
+            for i, child in enumerate(children)
         }
         node.fill = lambda _, old, new: jax.tree_util.tree_unflatten(treedef, new.values())
-        for kind in _node_types(treedef):
+        kind, beside = treedef.node_data()
+        if kind not in (tuple, list):
+            self._visit_beside(beside, path)
             self._note_class(kind, path)
         return node
+
+    def _visit_beside(self, beside: Any, path: Any) -> None:
+        """Static data of a pytree node: ``==`` holds for ``1`` and ``1.0``, and an object in it can
+        change. What cannot be walked is left to the ``==`` of the treespec."""
+        count = len(self.facts)
+        try:
+            self._visit(beside, path, False)
+        except UnknownLeafError:
+            del self.facts[count:], self._paths[count:]
+
+    def _visit_dict(self, value: Any, path: Any, replaceable: bool) -> Node:
+        """A dict by its own order of keys, which ``jax.tree_util`` would sort, and loops can see."""
+        node = self._add(value, replaceable, mutable=True)
+        self._remember_contents(value, replaceable)
+        keys = tuple(map(constant, value))
+        for key, fact in zip(value, keys, strict=True):
+            if fact is None and not isinstance(key, (type, types.FunctionType)):
+                raise UnknownLeafError(f"{_render(path)} has a key {key!r} of unknown equality")
+        facts = tuple(f or Same(k) for f, k in zip(keys, value, strict=True))
+        self._record((type(value), facts), path)
+        node.parts = {
+            i: self._visit(part, (path, f"[{key!r}]"), replaceable)
+            for i, (key, part) in enumerate(value.items())
+        }
+        factory = getattr(value, "default_factory", None)
+        if factory is not None:
+            self._visit(factory, path, False)
+        node.blank, node.fill = _blank_dict, _fill_dict
+        return node
+
+    def _remember_contents(self, value: Any, replaceable: bool) -> None:
+        """Of a list or dict that is reached through a class or module, and so is not copied."""
+        if not replaceable and isinstance(value, (list, dict)):
+            self._contents.append((value, value.copy()))
 
     def _visit_set_or_cell(self, value: Any, path: Any, replaceable: bool) -> Node:
         if isinstance(value, set):
@@ -283,14 +352,23 @@ class Captured:
 
     def _visit_library_callable(self, value: Any, path: Any, replaceable: bool) -> Node:
         """A jitted function, a ufunc, a ``custom_vjp``: the very object, and what it wraps."""
+        owner = getattr(value, "__self__", None)
+        has_state = owner is not None and not isinstance(owner, (type, types.ModuleType))
+        if has_state or isinstance(value, (weakref.ref, _LRU_CACHE)):
+            raise UnknownLeafError(f"{_render(path)} is a {type(value).__name__} with state")
+        if is_impure(getattr(value, "__module__", None)):
+            raise UnknownLeafError(f"{_render(path)} can answer differently each time")
         node = self._add(value, replaceable)
         self._record(Same(value), path)
-        wrapped = getattr(value, "__wrapped__", None)
-        if isinstance(wrapped, types.FunctionType):
-            self._visit(wrapped, path, False)
+        inside = (getattr(value, "__wrapped__", None), *getattr(value, "__dict__", {}).values())
+        for part in inside:  # the rules of a custom_vjp, the function of a jit
+            if isinstance(part, types.FunctionType):
+                self._visit(part, path, False)
         return node
 
     def _visit_class_or_module(self, value: Any, path: Any, replaceable: bool) -> Node:
+        if isinstance(value, types.ModuleType) and is_impure(value.__name__):
+            raise UnknownLeafError(f"{_render(path)} is the module {value.__name__}")
         node = self._add(value, replaceable)
         self._record(Same(value), path)
         if isinstance(value, type):
@@ -365,15 +443,9 @@ def _is_container(value: Any) -> bool:
     return not jax.tree_util.all_leaves((value,))
 
 
-@functools.lru_cache(maxsize=4096)
-def _node_types(treedef: Any) -> tuple[type, ...]:
-    """The classes of all containers in a treespec, outermost first; Python's own left out."""
-    data = treedef.node_data()
-    if data is None:
-        return ()
-    own = () if data[0] in (tuple, list, dict, type(None)) else (data[0],)
-    inner = (kind for child in treedef.children() for kind in _node_types(child))
-    return tuple(dict.fromkeys((*own, *inner)))
+# Dicts whose copies and order Python code can see; others are left to their pytree registration.
+_DICTS = (dict, collections.OrderedDict, collections.defaultdict)
+_LRU_CACHE = type(functools.lru_cache(lambda: None))
 
 
 def cell_is_empty(cell: types.CellType) -> bool:
@@ -422,7 +494,12 @@ def _get(value: Any, name: str) -> Any:
     return (_instance_attributes(value) or {})[name]
 
 
-_DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType)
+_DESCRIPTORS = (
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    types.WrapperDescriptorType,
+    type(collections.namedtuple("_Pair", "x").x),
+)
 
 
 def _class_attribute(kind: type, name: str) -> Iterable[Any]:
@@ -498,6 +575,17 @@ def _fill_function(copy: Any, fn: Any, parts: dict[Any, Any]) -> types.FunctionT
     return copy
 
 
+def _blank_dict(value: Any) -> Any:
+    if isinstance(value, collections.defaultdict):
+        return collections.defaultdict(value.default_factory)
+    return type(value)()
+
+
+def _fill_dict(copy: Any, value: Any, parts: dict[Any, Any]) -> Any:
+    copy.update(zip(value, parts.values(), strict=True))
+    return copy
+
+
 def _blank_object(value: Any) -> Any:
     kind: Any = type(value)
     if isinstance(kind.__new__, types.FunctionType):  # a class's own may want arguments
@@ -520,7 +608,10 @@ def _render(path: Any) -> str:
         return head or "the function"
     prefix = head if isinstance(head, str) else _render(head)
     if isinstance(step, str):
-        return f"{prefix}.{step}"
+        return prefix + (step if step.startswith("[") else f".{step}")
     container, index = step
-    keypath = jax.tree_util.tree_flatten_with_path(container)[0][index][0]
+    paths, _ = jax.tree_util.tree_flatten_with_path(
+        container, is_leaf=lambda part: part is not container
+    )
+    keypath = paths[index][0]
     return prefix + jax.tree_util.keystr(keypath)

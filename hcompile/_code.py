@@ -15,14 +15,20 @@ _LIBRARIES = (frozenset(sys.stdlib_module_names) - {"__main__"}) | {
     *("jax", "jaxlib", "numpy", "scipy", "ml_dtypes", "flax", "optax", "orbax", "chex"),
     *("equinox", "haiku", "jaxtyping", "einops", "hcompile"),
 }
-DYNAMIC_READS = frozenset({"getattr", "hasattr", "vars", "__dict__", "dir", "attrgetter", "fields"})
+# Reads of attributes by other means than their names in the bytecode: all attributes count then.
+DYNAMIC_READS = frozenset(
+    """getattr hasattr vars __dict__ dir fields asdict astuple attrgetter methodcaller
+    getattr_static getmembers __getattribute__ copy deepcopy replace dumps format""".split()
+)
 _OPAQUE_CALLS = frozenset({"exec", "eval", "globals"})
 # Methods that run without their name being read. Comparison and formatting are added where code
 # compares or formats: a dataclass's own would otherwise make every field count.
 CALLED_BY_SYNTAX = frozenset(
     f"__{name}__"
     for name in """call getitem setitem delitem len iter next contains bool int index float enter
-    exit getattr getattribute setattr get set add sub mul matmul truediv floordiv mod pow neg pos
+    exit getattr getattribute setattr missing reversed complex bytes trunc floor ceil round hash
+    array array_ufunc array_function divmod rdivmod imod ipow iand ior ixor ilshift irshift rand
+    ror rxor rlshift rrshift get set add sub mul matmul truediv floordiv mod pow neg pos
     abs invert and or xor lshift rshift radd rsub rmul rmatmul rtruediv rfloordiv rmod rpow iadd
     isub imul imatmul itruediv jax_array""".split()
 )
@@ -41,6 +47,18 @@ _BY_OPCODE = {
 PURE_BASES = (object, abc.ABC, Generic, Protocol)
 
 
+# Modules whose functions answer differently each time, and attributes of others that lead there.
+_IMPURE_MODULES = frozenset({"random", "time", "secrets", "uuid", "numpy.random"})
+_IMPURE_ATTRIBUTES = {"numpy": {"random"}, "os": {"environ", "getenv", "urandom"}}
+
+
+def is_impure(module: str | None, attributes: frozenset[str] | set[str] = frozenset()) -> bool:
+    """Whether what a module answers, or one of these attributes of it, is state of the process."""
+    return module in _IMPURE_MODULES or bool(
+        _IMPURE_ATTRIBUTES.get(module or "", set()) & attributes
+    )
+
+
 def is_library(module: str | None) -> bool:
     root, _, rest = (module or "").partition(".")
     return root in _LIBRARIES and not rest.startswith("examples")
@@ -49,13 +67,28 @@ def is_library(module: str | None) -> bool:
 class CodeInfo:
     """What a code object and those nested in it read and write, from its bytecode."""
 
-    __slots__ = ("global_names", "names", "opaque", "writes_cells", "written_global")
+    __slots__ = (
+        "compares_identity",
+        "global_names",
+        "module_attributes",
+        "names",
+        "opaque",
+        "writes_cells",
+        "written_global",
+    )
 
     def __init__(self, code: types.CodeType):
         names = set().union(*(c.co_names for c in _nested(code)))
+        for c in _nested(code):  # a match statement, or methodcaller, names attributes in constants
+            for const in c.co_consts:
+                strings = const if isinstance(const, tuple) else (const,)
+                names.update(s for s in strings if isinstance(s, str) and s.isidentifier())
         reads: dict[str, None] = {}
         self.written_global: tuple[str, int | None] | None = None
         self.writes_cells = False  # of an enclosing function
+        self.compares_identity = False
+        self.module_attributes: set[tuple[str, str]] = set()
+        before = None
         for instruction in (i for c in _nested(code) for i in dis.get_instructions(c)):
             if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                 reads[instruction.argval] = None
@@ -64,6 +97,11 @@ class CodeInfo:
                 self.written_global = (instruction.argval, line)
             elif instruction.opname in ("STORE_DEREF", "DELETE_DEREF"):
                 self.writes_cells |= instruction.argval in code.co_freevars
+            elif instruction.opname == "IS_OP":
+                self.compares_identity = True
+            elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and before is not None:
+                self.module_attributes.add((before, instruction.argval))
+            before = instruction.argval if instruction.opname == "LOAD_GLOBAL" else None
             names |= _BY_OPCODE.get(instruction.opname, frozenset())
         if names & {"str", "repr", "format", "print"}:
             names |= _FORMATTERS

@@ -430,7 +430,8 @@ def _trace(call: _Call, arrays: Sequence[Any]) -> _Outcome:
     def flat(*arrays: Any) -> list[Any]:
         fn, args, kwargs = call.captured.rebuild(arrays)
         result = fn(*args, **kwargs)
-        _check_unchanged(call.captured, Captured(fn, args, kwargs), arrays)
+        seen = call.captured.placed(arrays)
+        _check_unchanged(call.captured, Captured(fn, args, kwargs), seen)
         leaves, spec = _split_result(result)
         specs.append(spec)
         return leaves

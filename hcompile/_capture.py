@@ -29,6 +29,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from . import _jax_compat
 from ._code import (
     CALLED_BY_SYNTAX,
     CONSTRUCTORS,
@@ -242,7 +243,7 @@ class Captured:
             self._namespaces.append(_Namespace(node, len(self._nodes), path, replaceable, False))
         parts: dict[Hashable, tuple[Any, str]] = {}
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-            if cell_is_empty(cell):
+            if _jax_compat.is_empty(cell):
                 self._record("an empty cell", path)
             else:
                 parts["cell", name] = (cell.cell_contents, name)
@@ -316,7 +317,7 @@ class Captured:
             del self.facts[count:], self._paths[count:]
 
     def _visit_dict(self, value: Any, path: Any, replaceable: bool) -> Node:
-        """A dict by its own order of keys, which ``jax.tree_util`` would sort, and loops can see."""
+        """A dict in its own order of keys, which loops can see and ``jax.tree_util`` would sort."""
         node = self._add(value, replaceable, mutable=True)
         self._remember_contents(value, replaceable)
         keys = tuple(map(constant, value))
@@ -446,13 +447,6 @@ def _is_container(value: Any) -> bool:
 # Dicts whose copies and order Python code can see; others are left to their pytree registration.
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict)
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
-
-
-def cell_is_empty(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is cell
-    except ValueError:
-        return True
 
 
 def _slots(kind: type) -> list[str]:

@@ -6,7 +6,9 @@ Everything here comes from ``jax.*``, ``jax.extend.*`` or ``jax.interpreters.*``
 
 from __future__ import annotations
 
+import functools
 import itertools
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -231,6 +233,52 @@ def has_checkpoint(jaxpr: Any) -> bool:
         is_checkpoint(eqn) or any(has_checkpoint(sub) for sub in sub_jaxprs(eqn))
         for eqn in split_jaxpr(jaxpr)[0].eqns
     )
+
+
+def rules_hold_tracers(jaxpr: Any) -> bool:
+    """Whether a custom differentiation rule in ``jaxpr`` closes over a traced array.
+
+    Such a rule fails once the trace it comes from has ended, as that of a nested jit has.
+    """
+    for eqn in split_jaxpr(jaxpr)[0].eqns:
+        if eqn.primitive.name in _CUSTOM_RULES:
+            rules = [v for v in eqn.params.values() if not is_jaxpr(v)]
+            if _reaches_tracer(rules, set()):
+                return True
+        if any(rules_hold_tracers(sub) for sub in sub_jaxprs(eqn)):
+            return True
+    return False
+
+
+def _reaches_tracer(value: Any, seen: set[int]) -> bool:
+    """Looks through containers, closures, defaults and JAX's wrapped functions."""
+    if isinstance(value, jax.core.Tracer):
+        return True
+    if id(value) in seen:
+        return False
+    seen.add(id(value))
+    parts: list[Any] = []
+    if isinstance(value, (list, tuple)):
+        parts += value
+    elif isinstance(value, dict):
+        parts += value.values()
+    elif isinstance(value, types.FunctionType):
+        parts += [c.cell_contents for c in value.__closure__ or () if not is_empty(c)]
+        parts += value.__defaults__ or ()
+    elif isinstance(value, types.MethodType):
+        parts += [value.__func__, value.__self__]
+    elif isinstance(value, functools.partial):
+        parts += [value.func, value.args, value.keywords]
+    elif type(value).__name__ == "WrappedFun":
+        parts += [value.f, value.transforms]
+    return any(_reaches_tracer(part, seen) for part in parts)
+
+
+def is_empty(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is cell
+    except ValueError:
+        return True
 
 
 def traced_function(traced: Any) -> tuple[Any, Sequence[Any], Any, list[bool]]:

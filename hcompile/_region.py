@@ -273,7 +273,35 @@ class _OutSpec:
             _own_copy(self.constants[i]) if i in self.constants else next(remaining)
             for i in range(self.treedef.num_leaves)
         ]
-        return jax.tree_util.tree_unflatten(self.treedef, leaves)
+        return _with_dicts(jax.tree_util.tree_unflatten(self.treedef, leaves))
+
+
+@jax.tree_util.register_pytree_node_class
+class _Items:
+    """A dict on its way through ``jax.tree_util``, which would sort its keys."""
+
+    def __init__(self, keys: tuple, values: Sequence[Any]):
+        self.keys = keys
+        self.values = values
+
+    def tree_flatten(self) -> tuple[Sequence[Any], tuple]:
+        return self.values, self.keys
+
+    @classmethod
+    def tree_unflatten(cls, keys: tuple, values: Sequence[Any]) -> _Items:
+        return cls(keys, values)
+
+
+def _without_dicts(tree: Any) -> Any:
+    if type(tree) is dict:
+        return _Items(tuple(tree), list(map(_without_dicts, tree.values())))
+    return type(tree)(map(_without_dicts, tree)) if type(tree) in (list, tuple) else tree
+
+
+def _with_dicts(tree: Any) -> Any:
+    if type(tree) is _Items:
+        return dict(zip(tree.keys, map(_with_dicts, tree.values), strict=True))
+    return type(tree)(map(_with_dicts, tree)) if type(tree) in (list, tuple) else tree
 
 
 def _own_copy(constant: Any) -> Any:
@@ -457,7 +485,7 @@ def _is(a: Any, b: Any) -> bool:
 
 
 def _split_result(result: Any) -> tuple[list[Any], _OutSpec]:
-    leaves, treedef = jax.tree_util.tree_flatten(result)
+    leaves, treedef = jax.tree_util.tree_flatten(_without_dicts(result))
     arrays, constants = [], {}
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, jax.Array):
@@ -477,6 +505,8 @@ def _check_constants(captured: Captured, jaxpr: Any) -> None:
             raise NotReusableError("the body reads a traced array that is no argument or capture")
         if isinstance(const, jax.Array) and not any(const is known for known in captured.compared):
             raise NotReusableError("the body reads an array from outside what can be compared")
+    if _jax_compat.rules_hold_tracers(jaxpr):
+        raise NotReusableError("a custom differentiation rule in the body closes over an array")
 
 
 def _with_residuals(jaxpr: Any, residuals: Any) -> Callable[..., Any]:

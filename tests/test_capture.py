@@ -326,6 +326,137 @@ class TestGuards:
 KEY = jax.random.key(0)
 
 
+class TestWhatCodeCanSee:
+    """Python code sees more of its arguments than arrays and shapes."""
+
+    def check(self, fn, *calls, traces=None, inlined=0):
+        """Chains marked calls of ``fn`` with these first arguments, against unmarked ones."""
+        marked = hcompile.region(fn)
+
+        def chain(f):
+            def program(x):
+                for call in calls:
+                    x = f(call, x)
+                return x
+
+            return program
+
+        got, want = jax.jit(chain(marked))(X), jax.jit(chain(fn))(X)
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+        assert got.dtype == want.dtype
+        (info,) = hcompile.cache_info().values()
+        assert info["inlined"] == inlined, info["misses"]
+        assert traces is None or info["traces"] == traces
+
+    def test_the_order_of_a_dict(self):
+        first = {"up": jnp.full((4, 4), 0.5), "down": jnp.full((4, 4), -0.1)}
+        second = {"down": first["down"], "up": first["up"]}
+
+        def f(tree, x):
+            for w in tree.values():
+                x = jnp.tanh(x @ w) + x[0]
+            return x
+
+        self.check(f, first, second, first, traces=2)
+
+    def test_the_order_of_a_returned_dict(self):
+        @hcompile.region
+        def f(x):
+            return {"b": x * 2, "a": [{"d": x, "c": 1}]}
+
+        seen = []
+        jax.make_jaxpr(lambda x: [seen.append(f(x)) for _ in range(2)] and x)(1.0)
+        assert [(list(out), list(out["a"][0])) for out in seen] == [(["b", "a"], ["d", "c"])] * 2
+
+    def test_keys_that_cannot_be_sorted(self):
+        table = {"relu": 2.0, None: 3.0, 1: 4.0}
+        self.check(lambda key, x: x * table[key], "relu", None, 1, "relu", traces=3)
+
+    def test_which_arrays_are_one(self):
+        a, b = jnp.ones(4), jnp.ones(4) * 2
+        fn = lambda pair, x: x * pair[0] + 1 if pair[0] is pair[1] else x - pair[1]
+        self.check(fn, (a, a), (a, b), (b, b), traces=2)
+
+    def test_static_data_of_a_pytree(self):
+        @functools.partial(jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=["c"])
+        @dataclasses.dataclass
+        class Node:
+            w: jax.Array
+            c: object
+
+        nodes = [Node(X, c) for c in (2, 2.0, True, 0.0, -0.0)]
+        self.check(lambda node, x: x + node.w / (1 + node.c), *nodes, traces=5)
+
+    @pytest.mark.parametrize(
+        "fn",
+        [
+            lambda o, x: x * dataclasses.asdict(o)["scale"],
+            lambda o, x: x * getattr(o, "scale"),  # noqa: B009
+            lambda o, x: x * o.__getattribute__("scale"),
+            lambda o, x: x * dataclasses.replace(o).scale,
+        ],
+    )
+    def test_attributes_read_without_their_name(self, fn):
+        @dataclasses.dataclass
+        class Config:
+            scale: float
+
+        self.check(fn, Config(2.0), Config(3.0), traces=2)
+
+    def test_attributes_of_a_number(self):
+        class Scaled(int):
+            scale = 1.0
+
+        one, two = Scaled(1), Scaled(1)
+        two.scale = 5.0
+        self.check(lambda o, x: x * o.scale, one, two, inlined=2)
+
+    def test_random_numbers_are_drawn_at_each_call(self):
+        import random
+
+        values = []
+
+        def f(_, x):
+            values.append(random.random())
+            return x
+
+        marked = hcompile.region(f)
+        jax.make_jaxpr(lambda x: marked(0, marked(0, x)))(1.0)
+        assert len(set(values)) == 2
+
+    def test_bound_builtins_have_state(self):
+        table = {"a": 2.0}
+        get = table.get
+        self.check(lambda _, x: x * get("a"), 0, 0, inlined=2)
+
+    def test_a_cache_on_the_class(self):
+        class Rope:
+            cache = {}
+
+            def __call__(self, x):
+                if x.shape not in Rope.cache:
+                    Rope.cache[x.shape] = jnp.ones(x.shape) * 2
+                return x * Rope.cache[x.shape]
+
+        rope = Rope()
+        got = jax.jit(lambda x: hcompile.region(rope)(hcompile.region(rope)(x)))(X)
+        np.testing.assert_allclose(got, X * 4)
+
+    def test_a_custom_rule_that_closes_over_an_array(self):
+        def body(w, x):
+            @jax.custom_vjp
+            def scale(x):
+                return x * w.sum()
+
+            scale.defvjp(lambda x: (x * w.sum(), ()), lambda _, t: (t * w.sum() * 2,))
+            return scale(x)
+
+        f = hcompile.region(body)
+        got = jax.jit(jax.grad(lambda x: f(X, f(X + 1, x)).sum()))(X)
+        want = jax.jit(jax.grad(lambda x: body(X, body(X + 1, x)).sum()))(X)
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
 class TestNumpy:
     """A NumPy array is a constant with NumPy's semantics, however large."""
 

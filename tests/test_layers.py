@@ -34,6 +34,7 @@ LAYERS = [
     "hcompile/_canonical.py",
     "hcompile/_reuse.py",
     "hcompile/_capture.py",
+    "hcompile/_rebuild.py",
     "hcompile/_code.py",
     "hcompile/_fingerprint.py",
     "hcompile/_errors.py",

@@ -456,7 +456,7 @@ _DESCRIPTORS = (
     types.GetSetDescriptorType,
     types.MemberDescriptorType,
     types.WrapperDescriptorType,
-    type(collections.namedtuple("_Pair", "x").x),
+    type(vars(collections.namedtuple("_Pair", "x"))["x"]),
 )
 
 

@@ -119,9 +119,9 @@ def _constant_key(value: Any) -> Hashable | None:
     if kind is np.ndarray and not value.dtype.hasobject:
         content = hashlib.blake2b(np.ascontiguousarray(value)).digest()
         return (kind, value.dtype, value.shape, content)
-    if kind is slice:
+    if isinstance(value, slice):
         return _sequence_key(kind, (value.start, value.stop, value.step))
-    if kind is frozenset:
+    if isinstance(value, frozenset) and kind is frozenset:
         key = _sequence_key(kind, tuple(value))
         return None if key is None else (kind, frozenset(key[1:]))
     return None

@@ -90,6 +90,7 @@ class Jitted:
         self._lock = threading.RLock()
         # Not its ``__dict__``: ``jax.grad(f)`` carries that of ``f``, which can be one of these.
         functools.update_wrapper(self, fun, updated=())
+        self.__wrapped__ = fun
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)

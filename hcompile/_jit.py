@@ -69,7 +69,7 @@ def jit(fun: Any = None, /, **options: Any) -> Any:
       >>> step = hcompile.jit(jax.value_and_grad(loss))
       >>> value, grads = step([jnp.eye(2)] * 6, jnp.ones((3, 2)))
       >>> step.report().region_calls
-      11
+      12
     """
     if fun is None:
         return lambda fun: jit(fun, **options)

@@ -75,6 +75,12 @@ class DeletedArgumentError(HCompileError, RuntimeError):
 
 
 def not_callable(where: str, got: Any) -> RegionArgumentError:
+    if isinstance(got, (classmethod, staticmethod)):
+        kind = type(got).__name__
+        return RegionArgumentError(
+            f"{where} marks a function; got a {kind} object, which cannot be called by itself. "
+            f"Write @{kind} above @{where}, not below it."
+        )
     return RegionArgumentError(
         f"{where} marks a function, a bound method or a callable object; got {got!r} of type "
         f"{type(got).__name__}, which cannot be called. A likely cause is that the function was "

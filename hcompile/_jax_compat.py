@@ -269,8 +269,11 @@ def _reaches_tracer(value: Any, seen: set[int]) -> bool:
         parts += [value.__func__, value.__self__]
     elif isinstance(value, functools.partial):
         parts += [value.func, value.args, value.keywords]
-    elif type(value).__name__ == "WrappedFun":
-        parts += [value.f, value.transforms]
+    elif type(value).__module__.partition(".")[0] == "jax" and not is_jaxpr(value):
+        # A wrapped function, a boxed nondifferentiable argument: JAX keeps them in slots.
+        slots = getattr(type(value), "__slots__", ())
+        parts += [getattr(value, s, None) for s in slots if s != "__weakref__"]
+        parts += getattr(value, "__dict__", {}).values()
     return any(_reaches_tracer(part, seen) for part in parts)
 
 

@@ -16,6 +16,10 @@ class TestMarking:
         with pytest.raises(TypeError, match=r"got 3 of type int, which cannot be called"):
             decorate(3)
 
+    def test_above_a_classmethod(self):
+        with pytest.raises(TypeError, match=r"Write @classmethod above @nested_compile_region"):
+            hcompile.region(classmethod(layer))
+
     def test_not_callable_as_decorator(self):
         with pytest.raises(TypeError, match=r"nested_compile_region marks a function"):
             hcompile.region(max_reuse_entries=2)([1])

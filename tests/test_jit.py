@@ -339,6 +339,16 @@ class TestDonation:
         )(init_layers(4), x)
         assert_trees_close(new, want)
 
+    def test_an_update_that_needs_no_gradient(self):
+        f = hcompile.jit(
+            lambda ps, x: (loss(ps, x), jax.tree.map(lambda p: p * 2, ps)), donate_argnums=0
+        )
+        ps, x = init_layers(3), inputs()
+        value, doubled = f(ps, x)
+        assert all(a.is_deleted() for a in jax.tree.leaves(ps))
+        assert_trees_close(doubled, jax.tree.map(lambda p: p * 2, init_layers(3)))
+        assert_trees_close(value, jax.jit(plain_loss)(init_layers(3), x))
+
     def test_what_is_not_donated_survives(self):
         f = hcompile.jit(jax.value_and_grad(loss))
         ps, x = init_layers(4), inputs()

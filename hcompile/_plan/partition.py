@@ -143,7 +143,7 @@ class _Partitioner:
             readers = [i for slot in op.outs for i in self._readers.get(slot, ())]
             if not needs_region[index]:
                 # An output of arguments only comes last, when it can take their buffers over.
-                levels[index] = min((levels[i] for i in readers), default=last)
+                levels[index] = min((levels[i] for i in readers), default=last + 1)
 
     def _is_read_by_region_or_returned(self, op: Op) -> bool:
         return any(

@@ -59,7 +59,17 @@ class RegionOptionError(HCompileError, ValueError):
 
 
 class ReuseLimitError(HCompileError, RuntimeError):
-    """One function needed more distinct bodies in one program than ``max_reuse_entries``."""
+    """One function needed more distinct bodies in one program than ``max_reuse_entries``.
+
+    Example:
+      >>> import hcompile
+      >>> scale = hcompile.region(lambda x, n: x * n, max_reuse_entries=1)
+      >>> try:
+      ...     hcompile.jit(lambda x: scale(scale(x, 1), 2))(1.0)
+      ... except hcompile.ReuseLimitError:
+      ...     print("pass the number as an array")
+      pass the number as an array
+    """
 
 
 class ReuseHashError(HCompileError, RuntimeError):

@@ -73,11 +73,6 @@ _lock = threading.Lock()
 _registry: weakref.WeakValueDictionary[Hashable, Executable] = weakref.WeakValueDictionary()
 
 
-def is_registered(key: Hashable) -> bool:
-    """Whether a live program has an executable for ``key``."""
-    return key in _registry
-
-
 def lower(spec: PartSpec) -> tuple[Executable, bool]:
     """The executable for ``spec``, compiled or not yet, and whether another program had it."""
     with _lock:

@@ -213,15 +213,17 @@ _array_facts = operator.attrgetter("aval", "sharding", "committed")
 class _Signature:
     """What a call's arguments must have in common with those a program was compiled for."""
 
-    __slots__ = ("context", "facts", "leaves", "statics", "treedef")
+    __slots__ = ("context", "facts", "has_host_values", "leaves", "statics", "treedef")
 
     def __init__(self, statics: _Statics, args: tuple, kwargs: dict[str, Any]):
         dynamic, named, self.statics = statics.split(args, kwargs)
         self.leaves, self.treedef = jax.tree_util.tree_flatten((dynamic, named))
         try:
             self.facts = list(map(_array_facts, self.leaves))
+            self.has_host_values = False
         except AttributeError:  # a NumPy array or a Python number among them
             self.facts = list(map(_leaf_facts, self.leaves))
+            self.has_host_values = True
         self.context = _jax_compat.context_token() if _jax_compat.is_eager() else None
 
     def __eq__(self, other: object) -> bool:
@@ -320,7 +322,6 @@ class _Plan:
             raise _CannotSplit("no marked region occurs twice in it")
         self.liveness = Liveness(self.program, self.parts, self.outputs, donated)
         donations = self.liveness.donations(self.parts)
-        self.donates = any(donations.values()) and any(donated)
         self.seconds = time.perf_counter() - start
 
         start = time.perf_counter()
@@ -492,7 +493,7 @@ class Compiled:
         arrays = signature.leaves
         if self._donates:
             self._check_donated(signature)
-        if any(isinstance(fact[0], type) for fact in signature.facts):
+        if signature.has_host_values:
             arrays = list(map(_as_array, arrays, self._dtypes))
         outputs = self.schedule.run(arrays)
         return jax.tree_util.tree_unflatten(self._out_tree, outputs)

@@ -90,6 +90,11 @@ class Report:
     Attributes:
       name: the function's name.
       programs: one report for each set of argument types, in order of compilation.
+
+    Example:
+      >>> import hcompile
+      >>> print(hcompile.jit(abs).report())
+      abs: not compiled yet
     """
 
     name: str

@@ -83,7 +83,7 @@ class Canonicalizer:
 
         def name(atom: Any) -> Hashable:
             if isinstance(atom, _jax_compat.Literal):
-                return self._literal(atom)
+                return self.literal(atom)
             return numbers[atom]
 
         lines = []
@@ -98,9 +98,10 @@ class Canonicalizer:
         """What an equation computes from variables that keep their own names."""
         is_literal = (isinstance(atom, _jax_compat.Literal) for atom in ins)
         pairs = zip(ins, is_literal, strict=True)
-        return (self._operation(eqn), *(self._literal(a) if lit else a for a, lit in pairs))
+        return (self._operation(eqn), *(self.literal(a) if lit else a for a, lit in pairs))
 
-    def _literal(self, atom: Any) -> Hashable:
+    def literal(self, atom: Any) -> Hashable:
+        """A literal by type and value."""
         return ("literal", atom.aval, self._value(atom.val))
 
     def _operation(self, eqn: Any) -> Canonical:

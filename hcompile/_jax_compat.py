@@ -106,6 +106,10 @@ def input_avals(jaxpr: Any) -> list[Any]:
     return [v.aval for v in split_jaxpr(jaxpr)[0].invars]
 
 
+def output_avals(jaxpr: Any) -> list[Any]:
+    return [v.aval for v in split_jaxpr(jaxpr)[0].outvars]
+
+
 def abstract_argument(aval: Any) -> jax.ShapeDtypeStruct:
     """What stands for an array of type ``aval`` when a function is lowered."""
     weak_type = getattr(aval, "weak_type", False)
@@ -128,6 +132,12 @@ def equation_context(eqn: JaxprEqn) -> tuple[Any, ...]:
     """What an equation takes from its surroundings and its lowering looks at."""
     ctx = eqn.ctx
     return (ctx.compute_type, ctx.threefry_partitionable, ctx.cur_abstract_mesh, ctx.xla_metadata)
+
+
+def within_scope(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
+    """``eqn`` of a called jaxpr, put in the place of the call ``outer``: named as within it."""
+    stack = outer.source_info.name_stack + eqn.source_info.name_stack
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
 
 
 def scope(eqn: JaxprEqn) -> str:
@@ -183,6 +193,13 @@ def called_jaxpr(eqn: JaxprEqn) -> Any | None:
     """The jaxpr that ``eqn`` calls and does nothing else with, or None."""
     param = _CALLS.get(eqn.primitive.name)
     return None if param is None else eqn.params[param]
+
+
+def inlinable_jaxpr(eqn: JaxprEqn) -> Any | None:
+    """The called jaxpr if XLA compiles the same for it in the place of the call."""
+    if is_checkpoint(eqn) and eqn.params["prevent_cse"]:
+        return None
+    return called_jaxpr(eqn) if is_plain_call(eqn) else None
 
 
 def lowered_params(eqn: JaxprEqn) -> dict[str, Any]:

@@ -370,7 +370,7 @@ class _CannotSplit(Exception):
 
 def _size(part: Part) -> int:
     if part.kind == "region":
-        return len(_jax_compat.split_jaxpr(part.ops[0].eqn.params["jaxpr"])[0].eqns)
+        return len(_jax_compat.split_jaxpr(part.ops[0].body)[0].eqns)
     return len(part.ops)
 
 

@@ -12,10 +12,10 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from .. import _jax_compat
-from .ops import Op, Program, Slot
+from .._bodies import normal_form
+from .ops import Atom, Op, Program, Slot
 
 _MAX_TRIES = 64
 
@@ -35,16 +35,16 @@ def share_ends(program: Program) -> Program:
 
 def _adopted(program: Program, op: Op, models: list[Op]) -> Op:
     """``op`` as a call of the first of ``models`` that computes all it computes, or as it is."""
-    wanted = None
     for model in models:
         if model.eqn.params["name"] != op.eqn.params["name"] or len(model.outs) <= len(op.outs):
             continue
-        wanted = wanted or _live(program, op, [True] * len(op.outs))
         for used_outputs in _masks(program, model, op):
-            form, used_inputs = _live(program, model, used_outputs)
-            if form == wanted[0]:
-                ins = list(itertools.compress(op.ins, wanted[1]))
-                return _as_call_of(program, model, ins, used_inputs, op.outs, used_outputs)
+            live, used_inputs = _jax_compat.live_part(model.body, used_outputs)
+            body = normal_form(program.canonicalizer, live)
+            if body.form == op.region:
+                inputs = [i for i, is_used in enumerate(used_inputs) if is_used]
+                given = dict(zip((inputs[i] for i in body.sources), op.ins, strict=True))
+                return _as_call_of(program, model, given, op.outs, used_outputs)
     return op
 
 
@@ -58,37 +58,31 @@ def _masks(program: Program, model: Op, op: Op) -> Iterator[list[bool]]:
             yield [i in chosen for i in range(len(have))]
 
 
-def _live(program: Program, op: Op, used_outputs: list[bool]) -> tuple[Any, list[bool]]:
-    """The canonical form of what these outputs need of a region, and the inputs that is."""
-    live, used_inputs = _jax_compat.live_part(op.eqn.params["jaxpr"], used_outputs)
-    return program.canonicalizer.jaxpr(live), used_inputs
-
-
 def _as_call_of(
     program: Program,
     model: Op,
-    ins: list[Slot],
-    used_inputs: list[bool],
+    given: dict[int, Atom],
     outs: Sequence[Slot],
     used_outputs: list[bool],
 ) -> Op:
-    given, wanted = iter(ins), iter(outs)
+    wanted = iter(outs)
     all_ins = [
-        next(given) if used else _stand_in(program, slot)
-        for slot, used in zip(model.ins, used_inputs, strict=True)
+        given[i] if i in given else _stand_in(program, atom) for i, atom in enumerate(model.ins)
     ]
     all_outs = [
         next(wanted) if used else program.new_slot(program.avals[slot])
         for slot, used in zip(model.outs, used_outputs, strict=True)
     ]
-    return Op(model.eqn, tuple(all_ins), tuple(all_outs), model.region)
+    return Op(model.eqn, tuple(all_ins), tuple(all_outs), model.region, model.body)
 
 
-def _stand_in(program: Program, slot: Slot) -> Slot:
-    """Something of the type of ``slot`` for an input that only the surplus outputs read.
+def _stand_in(program: Program, slot: Atom) -> Atom:
+    """Something of the type of ``slot`` (or the same literal), which only the surplus reads.
 
     An argument of the step costs nothing; failing that, zeros are kept beside the executables.
     """
+    if not isinstance(slot, int):
+        return slot
     aval = program.avals[slot]
     for candidate in (*range(program.num_inputs), *program.constants):
         if program.avals[candidate] == aval:

@@ -17,12 +17,14 @@ class Op:
 
     Attributes:
       region: the canonical form of the body if this is a region's call, else None.
+      body: of a region's call, the closed jaxpr from ``ins`` to ``outs``, in normal form.
     """
 
     eqn: Any
     ins: tuple[Atom, ...]
     outs: tuple[Slot, ...]
-    region: Canonical | None
+    region: Canonical | None = None
+    body: Any = None
 
     def reads(self) -> list[Slot]:
         return [atom for atom in self.ins if isinstance(atom, int)]

@@ -42,12 +42,9 @@ class Part:
 
     def jaxpr(self, program: Program) -> Any:
         """The closed jaxpr of this part."""
+        if self.kind == "region":
+            return self.ops[0].body
         invars = [_jax_compat.Var(program.avals[slot]) for slot in self.ins]
-        if self.kind == "region":  # by position: one array can be two arguments
-            (op,) = self.ops
-            outvars = [_jax_compat.Var(program.avals[slot]) for slot in self.targets]
-            eqn = op.eqn.replace(invars=invars, outvars=outvars)
-            return _jax_compat.close_jaxpr(invars, outvars, [eqn])
         variables = dict(zip(self.ins, invars, strict=True))
 
         def variable_list(atoms: Iterable[Atom]) -> list[Any]:

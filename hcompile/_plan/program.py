@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from .. import _jax_compat
+from .._bodies import Body, Closed, normal_form, with_literals
 from .._canonical import Canonical, Canonicalizer
 from .ends import share_ends
 from .ops import Atom, Op, Program, Slot
@@ -32,7 +33,7 @@ def flatten(jaxpr: Any, consts: Sequence[Any], is_region: Callable[[Any], bool])
         uses = collections.Counter(op.region for op in program.ops if op.region is not None)
         once = {form for form, count in uses.items() if count == 1}
         if not once:
-            return _without_dead(_without_repeated_scalars(program))
+            return _without_dead(_without_repeated_scalars(_with_settled_literals(program)))
         single |= once
 
 
@@ -49,6 +50,7 @@ class _Flattener:
         self._is_region = is_region
         self._single = single
         self._holds_region: dict[int, bool] = {}
+        self._bodies: dict[Hashable, tuple[Any, Body]] = {}
         self._ops: list[Op] = []
         self._avals: list[Any] = []
         self._constants: dict[int, tuple[Any, Slot]] = {}
@@ -71,31 +73,50 @@ class _Flattener:
         self._avals.append(aval)
         return len(self._avals) - 1
 
-    def _as_slot(self, atom: Atom) -> Slot:
-        return atom if isinstance(atom, int) else self._constant(atom, atom.val)
-
     def _run(self, jaxpr: Any, env: dict[Any, Atom]) -> list[Atom]:
         def read(atom: Any) -> Atom:
             return atom if isinstance(atom, _jax_compat.Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
             ins = tuple(map(read, eqn.invars))
-            form = self._region_form(eqn)
-            if form is None and self._should_open(eqn):
+            body = self._region_body(eqn, ins)
+            if body is not None:
+                outs = self._call(eqn, body, ins)
+            elif self._should_open(eqn):
                 outs = self._open(_jax_compat.called_jaxpr(eqn), ins)
             else:
                 outs = [self._new_slot(v.aval) for v in eqn.outvars]
-                if form is not None:  # a number among the arguments should not split the body
-                    ins = tuple(map(self._as_slot, ins))
-                self._ops.append(Op(eqn, ins, tuple(outs), form))
+                self._ops.append(Op(eqn, ins, tuple(outs)))
             env.update(zip(eqn.outvars, outs, strict=True))
         return list(map(read, jaxpr.outvars))
 
-    def _region_form(self, eqn: Any) -> Canonical | None:
+    def _call(self, eqn: Any, body: Body, ins: Sequence[Atom]) -> list[Atom]:
+        """Adds the call of a region, if it computes anything; returns its outputs."""
+
+        def atom(source: Any) -> Atom:
+            if isinstance(source, int):
+                return ins[source]
+            if isinstance(source, Closed):
+                return self._constant(source.variable, source.value)
+            return source
+
+        made = [self._new_slot(aval) for aval in _jax_compat.output_avals(body.jaxpr)]
+        if made:
+            given = tuple(map(atom, body.sources))
+            self._ops.append(Op(eqn, given, tuple(made), body.form, body.jaxpr))
+        return [made[which] if kind == "output" else atom(which) for kind, which in body.results]
+
+    def _region_body(self, eqn: Any, ins: Sequence[Atom]) -> Body | None:
         if not (self._is_region(eqn) and _jax_compat.is_plain_call(eqn)):
             return None
-        form = self._canonicalizer.jaxpr(eqn.params["jaxpr"])
-        return None if form in self._single else form
+        literal_inputs = tuple(not isinstance(atom, int) for atom in ins)
+        jaxpr = eqn.params["jaxpr"]
+        key = (id(jaxpr), literal_inputs)
+        if key not in self._bodies:  # with the jaxpr, so that its id stays taken
+            body = normal_form(self._canonicalizer, jaxpr, literal_inputs)
+            self._bodies[key] = (jaxpr, body)
+        body = self._bodies[key][1]
+        return None if body.form in self._single else body
 
     def _should_open(self, eqn: Any) -> bool:
         if not _jax_compat.is_plain_call(eqn):
@@ -108,7 +129,7 @@ class _Flattener:
         """Whether a region's call shows once the plain calls in ``jaxpr`` are opened."""
         if id(jaxpr) not in self._holds_region:
             self._holds_region[id(jaxpr)] = any(
-                self._region_form(eqn) is not None or self._should_open(eqn)
+                self._region_body(eqn, eqn.invars) is not None or self._should_open(eqn)
                 for eqn in _jax_compat.split_jaxpr(jaxpr)[0].eqns
             )
         return self._holds_region[id(jaxpr)]
@@ -120,6 +141,49 @@ class _Flattener:
             zip(opened.constvars, map(self._constant, opened.constvars, consts), strict=True)
         )
         return self._run(opened, env)
+
+
+def _with_settled_literals(program: Program) -> Program:
+    """Literals that agree in all calls of a body go back into it; the others become constants."""
+    calls: dict[Any, list[Op]] = collections.defaultdict(list)
+    for op in program.ops:
+        if op.region is not None:
+            calls[op.region].append(op)
+    settled = {form: _settled(program, ops) for form, ops in calls.items()}
+    slots: dict[Hashable, Slot] = {}
+
+    def slot(atom: Atom) -> Slot:
+        if isinstance(atom, int):
+            return atom
+        key = program.canonicalizer.literal(atom)
+        if key not in slots:
+            slots[key] = program.new_slot(atom.aval)
+            program.constants[slots[key]] = atom.val
+        return slots[key]
+
+    def rewritten(op: Op) -> Op:
+        if op.region is None:
+            return op
+        body, form, kept = settled[op.region]
+        ins = tuple(slot(atom) for i, atom in enumerate(op.ins) if i not in kept)
+        return Op(op.eqn, ins, op.outs, form, body)
+
+    return dataclasses.replace(program, ops=list(map(rewritten, program.ops)))
+
+
+def _settled(program: Program, ops: list[Op]) -> tuple[Any, Canonical, dict[int, Any]]:
+    """The body of these calls, its form, and the literals that are part of it, by position."""
+    first, kept = ops[0], {}
+    for i, atom in enumerate(first.ins):
+        if not isinstance(atom, int):
+            value = program.canonicalizer.literal(atom)
+            others = (op.ins[i] for op in ops)
+            if all(
+                not isinstance(a, int) and program.canonicalizer.literal(a) == value for a in others
+            ):
+                kept[i] = atom
+    body = with_literals(first.body, kept)
+    return body, program.canonicalizer.jaxpr(body), kept
 
 
 def _without_repeated_scalars(program: Program) -> Program:

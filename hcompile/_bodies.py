@@ -166,7 +166,7 @@ def _lifted(eqns: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
 
     def variable(atom: Any) -> Any:
         if isinstance(atom, _jax_compat.Literal):
-            return new_input(atom.aval, atom) if atom.aval.shape == () else atom
+            return new_input(atom.aval, atom) if _jax_compat.is_scalar(atom.aval) else atom
         if not isinstance(atom, _Input):
             return atom
         if atom.is_literal:  # one input for each use, as for a literal written in the body

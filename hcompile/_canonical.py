@@ -133,6 +133,28 @@ class Canonicalizer:
         return (type(value), value)
 
 
+def difference(first: Canonical, second: Canonical) -> str:
+    """Where two canonical forms of closed jaxprs part, in words."""
+    (body, _), (other_body, _) = first.form, second.form  # type: ignore[misc]
+    avals, lines, outputs = body.form
+    others, other_lines, other_outputs = other_body.form
+    if avals != others:
+        return f"inputs {_listed(avals)} against {_listed(others)}"
+    for i, (line, other) in enumerate(zip(lines, other_lines, strict=False)):
+        if line != other:
+            names = [entry[0].form[0].name for entry in (line, other)]
+            if names[0] == names[1]:
+                return f"equation {i}, {names[0]}, has other parameters or operands"
+            return f"equation {i} is {names[0]} against {names[1]}"
+    if len(lines) != len(other_lines):
+        return f"{len(lines)} equations against {len(other_lines)}"
+    return "other outputs" if outputs != other_outputs else "other constants"
+
+
+def _listed(avals: Sequence[Any]) -> str:
+    return ", ".join(map(str, avals)) or "none"
+
+
 def _array_content(value: Any) -> Hashable:
     if value.size > _MAX_CONTENT_ELEMENTS or not isinstance(value.dtype, np.dtype):
         return Same(value)

@@ -122,3 +122,17 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
 @functools.lru_cache(maxsize=4096)
 def code_info(code: types.CodeType) -> CodeInfo:
     return CodeInfo(code)
+
+
+def line_that_changes(code: types.CodeType, name: str) -> int:
+    """The line of ``code`` that writes the variable or attribute ``name``, as far as it shows.
+
+    Failing that, a line that reads it (and may call a method that writes), or the first line.
+    """
+    lines = {"STORE": 0, "LOAD": 0}
+    for instruction in (i for c in _nested(code) for i in dis.get_instructions(c)):
+        kind = instruction.opname.partition("_")[0]
+        line = instruction.positions.lineno if instruction.positions else None
+        if instruction.argval == name and kind in lines and line:
+            lines[kind] = lines[kind] or line
+    return lines["STORE"] or lines["LOAD"] or code.co_firstlineno

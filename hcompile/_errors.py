@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import pathlib
 import types
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
-_PACKAGE = str(pathlib.Path(__file__).parent) + "/"
-_EXAMPLES = _PACKAGE + "examples/"
+PACKAGE = str(pathlib.Path(__file__).parent) + "/"
+EXAMPLES = PACKAGE + "examples/"
 
 
 class _OwnFramesHidden:
@@ -37,7 +38,7 @@ def _without_own(traceback: types.TracebackType | None) -> types.TracebackType |
     foreign = []
     while traceback is not None:
         name = traceback.tb_frame.f_code.co_filename
-        if not name.startswith(_PACKAGE) or name.startswith(_EXAMPLES):
+        if not name.startswith(PACKAGE) or name.startswith(EXAMPLES):
             foreign.append(traceback)
         traceback = traceback.tb_next
     rest = None
@@ -63,17 +64,51 @@ class ReuseLimitError(HCompileError, RuntimeError):
 
     Example:
       >>> import hcompile
-      >>> scale = hcompile.region(lambda x, n: x * n, max_reuse_entries=1)
+      >>> power = hcompile.region(lambda x, n: x**n, max_reuse_entries=1)
       >>> try:
-      ...     hcompile.jit(lambda x: scale(scale(x, 1), 2))(1.0)
+      ...     hcompile.jit(lambda x: power(power(x, 2), 3))(1.0)
       ... except hcompile.ReuseLimitError:
-      ...     print("pass the number as an array")
-      pass the number as an array
+      ...     print("each power is another body")
+      each power is another body
     """
 
 
 class ReuseHashError(HCompileError, RuntimeError):
-    """``reuse_hash_fn`` raised, or returned something that is no ``int``."""
+    """``reuse_hash_fn`` raised, returned no ``int``, or promised reuse that cannot be had.
+
+    Example:
+      >>> import hcompile
+      >>> double = hcompile.region(lambda x: 2 * x, reuse_hash_fn=lambda x: "double")
+      >>> try:
+      ...     hcompile.jit(double)(1.0)
+      ... except hcompile.ReuseHashError as error:
+      ...     print("it returned 'double'" in str(error))
+      True
+    """
+
+
+class ReuseCheckError(HCompileError, RuntimeError):
+    """Under ``HCOMPILE_CHECK=1``, a call was served by a body that differs from its own.
+
+    Example:
+      >>> import hcompile
+      >>> issubclass(hcompile.ReuseCheckError, RuntimeError)
+      True
+    """
+
+
+class NewRegionError(HCompileError, RuntimeError):
+    """Something was to be traced or compiled inside ``hcompile.no_new_regions()``.
+
+    Example:
+      >>> import hcompile
+      >>> try:
+      ...     with hcompile.no_new_regions():
+      ...         hcompile.jit(abs)(1.0)
+      ... except hcompile.NewRegionError:
+      ...     print("new")
+      new
+    """
 
 
 class DonatedTwiceError(HCompileError, ValueError):
@@ -108,14 +143,25 @@ def bad_value(where: str, name: str, rule: str, got: Any, fix: str) -> RegionOpt
     return RegionOptionError(f"{where}: {name} must be {rule}; got {got!r}. {fix}")
 
 
-def reuse_limit(region: str, limit: int, misses: list[str]) -> ReuseLimitError:
-    seen = "\n".join(f"  - {miss}" for miss in misses[-2:]) or "  - argument shapes or dtypes"
-    return ReuseLimitError(
+_LIMIT_FIXES = {
+    "constant": "Pass what differs as an array argument",
+    "structure": "Give the arguments one structure",
+    "object": "Make the function or object once, outside of the loop",
+    "avals": "Pad the arguments to fewer shapes",
+}
+
+
+def reuse_limit(region: str, limit: int, bodies: Sequence[tuple[str, str]]) -> str:
+    """The message; ``bodies`` are ``(reason, text)`` of the misses that made them necessary."""
+    shown = "\n".join(f"  {i}. {text}" for i, (_, text) in enumerate(bodies, 1))
+    fixes = dict.fromkeys(_LIMIT_FIXES.get(reason, "") for reason, _ in bodies[-2:])
+    fix = ", or ".join(filter(None, fixes)) or _LIMIT_FIXES["constant"]
+    return (
         f"region '{region}' needs more than max_reuse_entries={limit} distinct bodies in one "
         f"program. A region is compiled once for each distinct body; that many usually mean that "
-        f"something differs at every call. What differed last:\n{seen}\n"
-        f"Pass what differs as an array argument, or raise the limit: "
-        f"nested_compile_region(f, max_reuse_entries={2 * limit})."
+        f"something differs at every call. Its bodies, and what differed from the one before:\n"
+        f"{shown}\n{fix}; or raise the limit: nested_compile_region(f, "
+        f"max_reuse_entries={2 * limit}); or choose RegionOptions(on_reuse_limit='inline')."
     )
 
 
@@ -124,6 +170,44 @@ def reuse_hash(region: str, what: str) -> ReuseHashError:
         f"reuse_hash_fn of region '{region}' must return an int for the arguments of the call; "
         f"{what}. It is called while tracing: arguments are abstract, so use shapes, dtypes and "
         f"Python values only, e.g. reuse_hash_fn=lambda *args, **kwargs: hash(kwargs['kind'])."
+    )
+
+
+def hash_without_reuse(region: str, reason: str) -> ReuseHashError:
+    return ReuseHashError(
+        f"region '{region}' was given a reuse_hash_fn, which promises that its calls can be "
+        f"reused; this one cannot: {reason}. Take that out of the region (return what it writes, "
+        f"pass what it reads), or leave reuse_hash_fn out to have such calls run in line."
+    )
+
+
+def reuse_check(region: str, first: str, second: str, difference: str) -> ReuseCheckError:
+    return ReuseCheckError(
+        f"region '{region}': the call at {second} was served by the body traced at {first}, and "
+        f"its own body differs: {difference}. With a reuse_hash_fn, return different numbers for "
+        f"these calls; without one, this is a bug in hcompile: please report it."
+    )
+
+
+def new_region(what: str, why: str) -> NewRegionError:
+    return NewRegionError(
+        f"{what} would be new inside hcompile.no_new_regions(): {why}. Make this call once before, "
+        f"with arguments of the same types, or leave the context."
+    )
+
+
+def compiler_options(part: str, options: Mapping[str, Any], error: Exception) -> RegionOptionError:
+    text = str(error).removeprefix("INVALID_ARGUMENT: ")
+    return RegionOptionError(
+        f"the XLA compiler refused the compiler options {dict(options)!r} of {part}: {text} "
+        f"Correct the name or the value in RegionOptions or hcompile.jit(compiler_options=...)."
+    )
+
+
+def options_without_effect(region: str) -> str:
+    return (
+        f"region '{region}' has XLA compiler options, which only hcompile.jit can give to a part "
+        f"of a program: under plain jax.jit they have no effect."
     )
 
 

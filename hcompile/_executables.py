@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from . import _jax_compat, _progress
+from . import _errors, _jax_compat, _logs, _progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +43,9 @@ class PartSpec:
 class Executable:
     """A compiled part: call it with flat arrays, get a list of arrays."""
 
-    def __init__(self, name: str, equations: int, lowered: Any, lower_seconds: float):
-        self.name = name
+    def __init__(self, spec: PartSpec, equations: int, lowered: Any, lower_seconds: float):
+        self.name = spec.name
+        self.compiler_options = spec.compiler_options
         self.equations = equations
         self.lowered = lowered
         self.lower_seconds = lower_seconds
@@ -57,8 +58,16 @@ class Executable:
         with self._lock:
             if self.call is _not_compiled:
                 start = time.perf_counter()
-                self.call = self.lowered.compile()
+                try:
+                    self.call = self.lowered.compile()
+                except jax.errors.JaxRuntimeError as error:
+                    if self.compiler_options and "option" in str(error):
+                        raise _errors.compiler_options(
+                            self.name, self.compiler_options, error
+                        ) from None
+                    raise
                 self.compile_seconds = time.perf_counter() - start
+                _logs.compiling.info("%s: compiled in %.3f s", self.name, self.compile_seconds)
 
     @property
     def is_compiled(self) -> bool:
@@ -83,7 +92,8 @@ def lower(spec: PartSpec) -> tuple[Executable, bool]:
     lowered = _jitted(spec).lower(*_arguments(spec))
     seconds = time.perf_counter() - start
     equations = len(_jax_compat.split_jaxpr(spec.jaxpr)[0].eqns)
-    made = Executable(spec.name, equations, lowered, seconds)
+    made = Executable(spec, equations, lowered, seconds)
+    _logs.compiling.debug("%s: lowered %d equations in %.3f s", spec.name, equations, seconds)
     with _lock:
         kept = _registry.setdefault(spec.key, made)
     return kept, kept is not made

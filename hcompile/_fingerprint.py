@@ -40,6 +40,10 @@ class Same:
             self._ref = lambda: value
         self._hash = id(value)
 
+    def value(self) -> Any:
+        """The object, or None if it is gone."""
+        return self._ref()
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Same):
             return NotImplemented

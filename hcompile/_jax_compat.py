@@ -110,6 +110,10 @@ def output_avals(jaxpr: Any) -> list[Any]:
     return [v.aval for v in split_jaxpr(jaxpr)[0].outvars]
 
 
+def is_scalar(aval: Any) -> bool:
+    return getattr(aval, "shape", None) == ()
+
+
 def abstract_argument(aval: Any) -> jax.ShapeDtypeStruct:
     """What stands for an array of type ``aval`` when a function is lowered."""
     weak_type = getattr(aval, "weak_type", False)

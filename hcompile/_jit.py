@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import inspect
-import logging
-import operator
 import os
 import threading
 import time
@@ -21,14 +18,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from . import _errors, _executables, _jax_compat, _region, _report
+from . import _errors, _executables, _jax_compat, _logs, _region, _report
+from ._options import is_region_name, split_jit_name
 from ._plan.ops import Program
 from ._plan.partition import Part, partition
 from ._plan.program import flatten
 from ._plan.schedule import Liveness, Schedule
-from ._reuse import Recording, recording
+from ._reuse import Recording, check_new_is_allowed, recording
+from ._signature import Signature, Statics, placement
 
-_logger = logging.getLogger("hcompile")
 _MAX_PROGRAMS = 4096
 
 
@@ -84,7 +82,7 @@ class Jitted:
     def __init__(self, fun: Callable[..., Any], options: dict[str, Any]):
         self._jitted: Any = jax.jit(fun, **options)
         self._options = options
-        self._statics = _Statics(fun, options)
+        self._statics = Statics(fun, options)
         self._programs: collections.deque[Compiled] = collections.deque(maxlen=_MAX_PROGRAMS)
         self._reports: list[_report.ProgramReport] = []
         self._lock = threading.RLock()
@@ -104,7 +102,7 @@ class Jitted:
                 return self._unmarked(*args, **kwargs)
             if not _jax_compat.is_eager() or jax.config.jax_disable_jit:
                 return self._jitted(*args, **kwargs)
-            signature = _Signature(self._statics, args, kwargs)
+            signature = Signature(self._statics, args, kwargs)
             compiled = self._find(signature)
             if compiled is None:
                 with self._lock:
@@ -126,7 +124,7 @@ class Jitted:
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """Traces for these arguments, which may be ``jax.ShapeDtypeStruct``; see ``jax.jit``."""
         with _errors.own_frames_hidden:
-            return self._trace(_Signature(self._statics, args, kwargs), args, kwargs)
+            return self._trace(Signature(self._statics, args, kwargs), args, kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Traces, plans and lowers for these arguments."""
@@ -147,19 +145,23 @@ class Jitted:
         """What was compiled, reused and missed so far, and how long each took."""
         return _report.Report(_name(self._jitted), tuple(self._reports))
 
-    def _find(self, signature: _Signature) -> Compiled | None:
+    def _find(self, signature: Signature) -> Compiled | None:
         for compiled in list(self._programs):
             if compiled.signature == signature:
                 return compiled
         return None
 
-    def _build(self, signature: _Signature, args: tuple, kwargs: dict[str, Any]) -> Compiled:
+    def _build(self, signature: Signature, args: tuple, kwargs: dict[str, Any]) -> Compiled:
         compiled = self._trace(signature, args, kwargs)._lower(eager=True).compile()
         self._programs.appendleft(compiled)
         self._reports.append(compiled.program_report)
         return compiled
 
-    def _trace(self, signature: _Signature, args: tuple, kwargs: dict[str, Any]) -> Traced:
+    def _trace(self, signature: Signature, args: tuple, kwargs: dict[str, Any]) -> Traced:
+        why = "it has not been called yet"
+        if self._programs:
+            why = "its arguments' types, or JAX's context, differ from those it was compiled for"
+        check_new_is_allowed(f"a program of {_name(self._jitted)}", why)
         start = time.perf_counter()
         with recording(Recording()) as regions:
             traced = self._jitted.trace(*args, **kwargs)
@@ -169,111 +171,6 @@ class Jitted:
 
 def _name(fun: Any) -> str:
     return getattr(fun, "__name__", None) or type(fun).__name__
-
-
-# --- Arguments --------------------------------------------------------------------------------
-
-
-class _Statics:
-    """Which arguments of a function are static, by position and by name, as ``jax.jit`` infers."""
-
-    def __init__(self, fun: Callable[..., Any], options: dict[str, Any]):
-        nums, names = options.get("static_argnums"), options.get("static_argnames")
-        self.nums = {nums} if isinstance(nums, int) else set(nums or ())
-        self.names = {names} if isinstance(names, str) else set(names or ())
-        try:
-            parameters = list(inspect.signature(fun).parameters.values())
-        except (TypeError, ValueError):
-            return
-        positional = [
-            p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-        self.nums = {n + len(positional) if n < 0 else n for n in self.nums}
-        if names is None:
-            self.names = {positional[n] for n in self.nums if n < len(positional)}
-        elif nums is None:
-            self.nums = {positional.index(name) for name in self.names if name in positional}
-
-    def split(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], tuple]:
-        """Dynamic positional and keyword arguments, and the static values."""
-        if not (self.nums or self.names):
-            return args, kwargs, ()
-        dynamic = tuple(arg for i, arg in enumerate(args) if i not in self.nums)
-        named = {name: value for name, value in kwargs.items() if name not in self.names}
-        statics = (
-            tuple((i, type(args[i]), args[i]) for i in sorted(self.nums) if i < len(args)),
-            tuple((n, type(kwargs[n]), kwargs[n]) for n in sorted(self.names & kwargs.keys())),
-        )
-        return dynamic, named, statics
-
-
-_array_facts = operator.attrgetter("aval", "sharding", "committed")
-
-
-class _Signature:
-    """What a call's arguments must have in common with those a program was compiled for."""
-
-    __slots__ = ("context", "facts", "has_host_values", "leaves", "statics", "treedef")
-
-    def __init__(self, statics: _Statics, args: tuple, kwargs: dict[str, Any]):
-        dynamic, named, self.statics = statics.split(args, kwargs)
-        self.leaves, self.treedef = jax.tree_util.tree_flatten((dynamic, named))
-        try:
-            self.facts = list(map(_array_facts, self.leaves))
-            self.has_host_values = False
-        except AttributeError:  # a NumPy array or a Python number among them
-            self.facts = list(map(_leaf_facts, self.leaves))
-            self.has_host_values = True
-        self.context = _jax_compat.context_token() if _jax_compat.is_eager() else None
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _Signature)
-            and self.treedef == other.treedef
-            and self.facts == other.facts
-            and self.statics == other.statics
-            and self.context == other.context
-        )
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def path(self, index: int) -> str:
-        """Where leaf number ``index`` stands in the arguments."""
-        tree = jax.tree_util.tree_unflatten(self.treedef, range(len(self.leaves)))
-        paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-        (side, *rest), _ = paths[index]
-        head = "" if side.idx == 0 else "keyword "
-        return head + jax.tree_util.keystr(tuple(rest))
-
-
-def _leaf_facts(leaf: Any) -> tuple:
-    if isinstance(leaf, jax.Array):
-        return _array_facts(leaf)
-    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-    return (type(leaf), shape, dtype, getattr(leaf, "sharding", None))
-
-
-def _placement(leaves: Sequence[Any]) -> tuple[Any, str | None]:
-    """The one sharding that arguments are committed to (None if to none), or why there is not."""
-    shardings = {
-        leaf.sharding
-        for leaf in leaves
-        if getattr(leaf, "sharding", None) is not None and getattr(leaf, "committed", True)
-    }
-    for sharding in shardings:
-        if len(sharding.device_set) > 1:
-            return None, "an argument is spread over several devices"
-        if sharding.memory_kind not in (None, _default_memory(sharding)):
-            return None, f"an argument lives in the memory {sharding.memory_kind!r}"
-    devices = {device for sharding in shardings for device in sharding.device_set}
-    if len(devices) > 1:
-        return None, "arguments live on different devices"
-    return (jax.sharding.SingleDeviceSharding(devices.pop()) if devices else None), None
-
-
-def _default_memory(sharding: Any) -> str:
-    (device,) = sharding.device_set
-    return device.default_memory().kind
 
 
 # --- Stages -----------------------------------------------------------------------------------
@@ -286,7 +183,7 @@ class Traced:
         self,
         traced: Any,
         regions: Recording,
-        signature: _Signature,
+        signature: Signature,
         options: dict[str, Any],
         seconds: float,
     ):
@@ -313,10 +210,10 @@ class _Plan:
     def __init__(self, traced: Traced, jaxpr: Any, consts: Sequence[Any], donated: list[bool]):
         start = time.perf_counter()
         signature = traced._signature
-        self.sharding, reason = _placement([*signature.leaves, *_arrays(consts)])
+        self.sharding, reason = placement([*signature.leaves, *_arrays(consts)])
         if reason is not None:
             raise _CannotSplit(reason)
-        self.program: Program = flatten(jaxpr, consts, _is_region)
+        self.program: Program = flatten(jaxpr, consts, _region_options)
         self.parts, self.outputs = partition(self.program, _region_name)
         if not any(part.kind == "region" for part in self.parts):
             raise _CannotSplit("no marked region occurs twice in it")
@@ -325,23 +222,35 @@ class _Plan:
         self.seconds = time.perf_counter() - start
 
         start = time.perf_counter()
-        options = traced._options.get("compiler_options")
-        shared_key = (self.sharding, _hashable(options), signature.context)
-        first = {part.form: part for part in reversed(self.parts)}
-        self.executables = {
-            form: _executables.lower(
-                _executables.PartSpec(
+        common = traced._options.get("compiler_options") or {}
+        self.executables = {}
+        for part in self.parts:
+            if part.form not in self.executables:
+                options = {**common, **dict(part.options)}  # type: ignore[call-overload]
+                spec = _executables.PartSpec(
                     name=part.name,
-                    key=(form, donations[form], *shared_key),
+                    key=(
+                        part.form,
+                        donations[part.form],
+                        self.sharding,
+                        tuple(sorted(options.items())),
+                        signature.context,
+                    ),
                     jaxpr=part.jaxpr(self.program),
-                    donated=donations[form],
+                    donated=donations[part.form],
                     sharding=self.sharding,
-                    compiler_options=options,
+                    compiler_options=options or None,
                 )
-            )
-            for form, part in reversed(first.items())
-        }
+                self.executables[part.form] = _executables.lower(spec)
         self.lower_seconds = time.perf_counter() - start
+        _logs.plan.info(
+            "%s: %d equations, %d calls of %d executables; planned in %.3f s",
+            traced._traced.fun_name,
+            len(self.program.ops),
+            len(self.parts),
+            len(self.executables),
+            self.seconds,
+        )
 
     def schedule(self) -> Schedule:
         constants = [_on_device(c, self.sharding) for c in self.program.constants.values()]
@@ -384,17 +293,24 @@ def _on_device(value: Any, sharding: Any) -> Any:
     return jax.device_put(value, sharding)
 
 
-def _hashable(options: dict[str, Any] | None) -> Hashable:
-    return tuple(sorted(options.items())) if options else ()
-
-
-def _is_region(eqn: Any) -> bool:
-    return _jax_compat.is_jit(eqn) and eqn.params["name"].startswith(_region.REGION_PREFIX)
+def _region_options(eqn: Any) -> Hashable | None:
+    """The XLA options of a region's call, () if it has none; None if ``eqn`` is something else."""
+    if not (_jax_compat.is_jit(eqn) and is_region_name(eqn.params["name"])):
+        return None
+    _, options = split_jit_name(eqn.params["name"])
+    if options is None:
+        return ()
+    forward, backward = options.compiler_options_key
+    return backward if _is_backward(eqn) else forward
 
 
 def _region_name(eqn: Any) -> str:
-    name = eqn.params["name"].removeprefix(_region.REGION_PREFIX)
-    return f"{name}.backward" if "transpose" in _jax_compat.scope(eqn) else f"{name}.forward"
+    name, _ = split_jit_name(eqn.params["name"])
+    return f"{name}.backward" if _is_backward(eqn) else f"{name}.forward"
+
+
+def _is_backward(eqn: Any) -> bool:
+    return "transpose" in _jax_compat.scope(eqn)
 
 
 class Lowered:
@@ -413,7 +329,7 @@ class Lowered:
             if _RAISE_FAULTS:
                 raise
             # A fault in the plan must not cost the user the step: plain jit runs it.
-            _logger.warning("hcompile could not split a step; jax.jit runs it", exc_info=True)
+            _logs.plan.warning("hcompile could not split a step; jax.jit runs it", exc_info=True)
             self.fallback = f"planning failed: {type(error).__name__}: {error}"
 
     def _make_plan(self) -> _Plan:
@@ -479,7 +395,7 @@ class Compiled:
         with _errors.own_frames_hidden:
             if self._whole is not None:
                 return self._whole(*args, **kwargs)
-            signature = _Signature(_NO_STATICS, args, kwargs)
+            signature = Signature(_NO_STATICS, args, kwargs)
             self._check(signature)
             return self.run(signature)
 
@@ -487,7 +403,7 @@ class Compiled:
         """What was compiled, reused and missed, and how long each took."""
         return _report.Report(self._name, (self.program_report,))
 
-    def run(self, signature: _Signature) -> Any:
+    def run(self, signature: Signature) -> Any:
         """Runs the schedule on the arrays of ``signature``, which fits ``self.signature``."""
         assert self.schedule is not None
         arrays = signature.leaves
@@ -498,7 +414,7 @@ class Compiled:
         outputs = self.schedule.run(arrays)
         return jax.tree_util.tree_unflatten(self._out_tree, outputs)
 
-    def _check(self, signature: _Signature) -> None:
+    def _check(self, signature: Signature) -> None:
         """As ``jax.stages.Compiled``: the types have to be those that were compiled for."""
         mine = self.signature
         if signature.treedef != mine.treedef:
@@ -514,7 +430,7 @@ class Compiled:
                     f"got {got}. Lower and compile it for these types."
                 )
 
-    def _check_donated(self, signature: _Signature) -> None:
+    def _check_donated(self, signature: Signature) -> None:
         """Before anything runs: a step that stops half-way would have lost what it had donated."""
         leaves = signature.leaves
         if len(set(map(id, leaves))) != len(leaves):
@@ -523,7 +439,7 @@ class Compiled:
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise _errors.deleted_argument(self._name, signature.path(index), leaf)
 
-    def _check_twice(self, signature: _Signature) -> None:
+    def _check_twice(self, signature: Signature) -> None:
         seen: dict[int, int] = {}
         for index, leaf in enumerate(signature.leaves):
             first = seen.setdefault(id(leaf), index)
@@ -533,7 +449,7 @@ class Compiled:
                     raise _errors.donated_twice(self._name, *map(signature.path, pair))
 
 
-_NO_STATICS = _Statics(lambda: None, {})
+_NO_STATICS = Statics(lambda: None, {})
 # Set in the tests, where a fault in the plan should be seen.
 _RAISE_FAULTS = os.environ.get("HCOMPILE_RAISE_FAULTS") == "1"
 

@@ -6,89 +6,37 @@ that it is a region, so every transformation rule is JAX's own; ``_reuse`` opens
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import dataclasses
 import functools
+import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, overload
 
 import jax
 import numpy as np
 
-from . import _errors, _jax_compat
+from . import _body, _errors, _jax_compat, _logs
+from ._canonical import Canonicalizer, difference
 from ._capture import Captured, UnknownLeafError
-from ._fingerprint import is_traced
+from ._options import Mark, RegionOptions, checked_mark, jit_name
 from ._reuse import (
+    Miss,
     NotReusableError,
     Recording,
-    RegionStats,
     ReuseCache,
     ReuseEntry,
+    check_new_is_allowed,
     current_program,
     explain_miss,
     function_key,
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-# How the jaxpr equation of a region's call is recognised. No identifier holds a colon.
-REGION_PREFIX = "region:"
-
-_RESIDUALS = ("auto", "all", "none")
-
-
-@dataclasses.dataclass(frozen=True)
-class RegionOptions:
-    """How one region is compiled.
-
-    Args:
-      residuals: what the forward pass keeps for the backward pass. ``"auto"`` (default) keeps
-        matmul- and convolution-like results, opaque calls and the region's inputs, and computes
-        elementwise work again; ``"all"`` keeps what ``jax.grad`` would; ``"none"`` keeps the
-        inputs only; or a policy of ``jax.checkpoint_policies``. A region that already holds a
-        ``jax.checkpoint`` is left as it is.
-
-    Raises:
-      RegionOptionError: for a string that is none of these.
-      RegionArgumentError: for anything else that is no policy.
-
-    Example:
-      >>> import hcompile
-      >>> hcompile.RegionOptions(residuals="none")
-      RegionOptions(residuals='none')
-    """
-
-    residuals: str | Callable[..., Any] = "auto"
-
-    def __post_init__(self) -> None:
-        if isinstance(self.residuals, str):
-            if self.residuals not in _RESIDUALS:
-                raise _errors.bad_value(
-                    "RegionOptions",
-                    "residuals",
-                    "'auto', 'all', 'none' or a policy of jax.checkpoint_policies",
-                    self.residuals,
-                    "Write RegionOptions(residuals='auto').",
-                )
-        elif not callable(self.residuals):
-            raise _errors.bad_argument(
-                "RegionOptions",
-                "residuals",
-                "'auto', 'all', 'none' or a policy of jax.checkpoint_policies",
-                self.residuals,
-                "Write RegionOptions(residuals=jax.checkpoint_policies.dots_saveable).",
-            )
-
-
-@dataclasses.dataclass(frozen=True)
-class Mark:
-    """What ``nested_compile_region`` was given, besides the function."""
-
-    options: RegionOptions
-    max_reuse_entries: int
-    reuse_hash_fn: Callable[..., Any] | None
 
 
 @overload
@@ -124,7 +72,8 @@ def nested_compile_region(
     transformation it is a nested jit, traced once for each distinct condition: the function's code
     and globals, the structure of its arguments, their shapes and dtypes, Python constants among
     them, and what the function captured. Captured arrays are inputs, whatever their values. Under
-    ``hcompile.jit`` each distinct body becomes one XLA executable.
+    ``hcompile.jit`` each distinct body becomes one XLA executable; bodies that differ only in
+    numbers, or in which of the captured arrays they read, are one.
 
     When equality is unknown, when the body changes something it captured, or when it returns what
     is no array and no constant, the call runs in line, as if unmarked, and the report says why.
@@ -137,16 +86,18 @@ def nested_compile_region(
         ``hcompile.jit`` traces.
       reuse_hash_fn: ``(*args, **kwargs) -> int``, called with the call's (abstract) arguments.
         Equal numbers declare the constants and captures of two calls equal; the structure and
-        the shapes of arguments are compared all the same.
+        the shapes of arguments are compared all the same. ``HCOMPILE_CHECK=1`` in the environment
+        checks such promises.
 
     Returns:
-      A function with the signature of ``fn``.
+      A function with the signature of ``fn``, and ``clear_cache()``, which forgets its bodies.
 
     Raises:
       RegionArgumentError: when an argument has the wrong type.
       RegionOptionError: when ``max_reuse_entries`` is below 1.
       ReuseLimitError: at a call, when a program needs more than ``max_reuse_entries`` bodies.
-      ReuseHashError: at a call, when ``reuse_hash_fn`` raises or returns no ``int``.
+      ReuseHashError: at a call, when ``reuse_hash_fn`` raises, returns no ``int``, or the call
+        cannot be reused at all.
 
     Example:
       >>> import hcompile, jax, jax.numpy as jnp
@@ -165,27 +116,10 @@ def nested_compile_region(
 
     The idea is PyTorch's ``torch.compiler.nested_compile_region``.
     """
-    mark = _checked_mark(options, max_reuse_entries, reuse_hash_fn)
+    mark = checked_mark(options, max_reuse_entries, reuse_hash_fn)
     if fn is None:
         return lambda fn: _marked(fn, mark)
     return _marked(fn, mark)
-
-
-def _checked_mark(options: Any, max_reuse_entries: Any, reuse_hash_fn: Any) -> Mark:
-    where = "nested_compile_region"
-    if options is not None and not isinstance(options, RegionOptions):
-        fix = "Write options=hcompile.RegionOptions(...)."
-        raise _errors.bad_argument(where, "options", "a RegionOptions or None", options, fix)
-    if isinstance(max_reuse_entries, bool) or not isinstance(max_reuse_entries, int):
-        fix = "Write max_reuse_entries=8."
-        raise _errors.bad_argument(where, "max_reuse_entries", "an int", max_reuse_entries, fix)
-    if max_reuse_entries < 1:
-        fix = "To switch a region off, do not mark it, or use hcompile.disabled()."
-        raise _errors.bad_value(where, "max_reuse_entries", "at least 1", max_reuse_entries, fix)
-    if reuse_hash_fn is not None and not callable(reuse_hash_fn):
-        fix = "Write reuse_hash_fn=lambda *args, **kwargs: 0."
-        raise _errors.bad_argument(where, "reuse_hash_fn", "callable", reuse_hash_fn, fix)
-    return Mark(options or RegionOptions(), max_reuse_entries, reuse_hash_fn)
 
 
 def _marked(fn: Any, mark: Mark) -> Callable[..., Any]:
@@ -199,6 +133,12 @@ def _marked(fn: Any, mark: Mark) -> Callable[..., Any]:
         with _errors.own_frames_hidden:
             return _Call(fn, mark, args, kwargs).run()
 
+    def clear_cache() -> None:
+        key = function_key(fn)
+        _cache.drop(lambda known: known[0] == key)  # type: ignore[index]
+        _process.regions.pop(key, None)
+
+    region.clear_cache = clear_cache  # type: ignore[attr-defined]
     return region
 
 
@@ -258,70 +198,13 @@ class _Active(threading.local):
 _active = _Active()
 
 
-class _OutSpec:
-    """The tree of a body's result and its leaves that are no arrays; one for each traced body."""
+def _new_body(name: str, mark: Mark) -> Any:
+    """A jitted function that traces whichever call is active when JAX has no trace for it."""
 
-    __slots__ = ("constants", "treedef")
+    def body(*arrays: Any) -> _body.Outcome:
+        return _active.calls[-1].trace(arrays)
 
-    def __init__(self, treedef: Any, constants: dict[int, Any]):
-        self.treedef = treedef
-        self.constants = constants
-
-    def unflatten(self, arrays: Sequence[Any]) -> Any:
-        remaining = iter(arrays)
-        leaves = [
-            _own_copy(self.constants[i]) if i in self.constants else next(remaining)
-            for i in range(self.treedef.num_leaves)
-        ]
-        return _with_dicts(jax.tree_util.tree_unflatten(self.treedef, leaves))
-
-
-@jax.tree_util.register_pytree_node_class
-class _Items:
-    """A dict on its way through ``jax.tree_util``, which would sort its keys."""
-
-    def __init__(self, keys: tuple, values: Sequence[Any]):
-        self.keys = keys
-        self.values = values
-
-    def tree_flatten(self) -> tuple[Sequence[Any], tuple]:
-        return self.values, self.keys
-
-    @classmethod
-    def tree_unflatten(cls, keys: tuple, values: Sequence[Any]) -> _Items:
-        return cls(keys, values)
-
-
-def _without_dicts(tree: Any) -> Any:
-    if type(tree) is dict:
-        return _Items(tuple(tree), list(map(_without_dicts, tree.values())))
-    return type(tree)(map(_without_dicts, tree)) if type(tree) in (list, tuple) else tree
-
-
-def _with_dicts(tree: Any) -> Any:
-    if type(tree) is _Items:
-        return dict(zip(tree.keys, map(_with_dicts, tree.values), strict=True))
-    return type(tree)(map(_with_dicts, tree)) if type(tree) in (list, tuple) else tree
-
-
-def _own_copy(constant: Any) -> Any:
-    return constant.copy() if isinstance(constant, np.ndarray) else constant
-
-
-@jax.tree_util.register_pytree_node_class
-class _Outcome:
-    """A body's arrays and, in the tree that JAX keeps with its own trace, their ``_OutSpec``."""
-
-    def __init__(self, arrays: Sequence[Any], spec: _OutSpec):
-        self.arrays = arrays
-        self.spec = spec
-
-    def tree_flatten(self) -> tuple[Sequence[Any], _OutSpec]:
-        return tuple(self.arrays), self.spec
-
-    @classmethod
-    def tree_unflatten(cls, spec: _OutSpec, arrays: Sequence[Any]) -> _Outcome:
-        return cls(arrays, spec)
+    return _jax_compat.make_jitted(body, jit_name(name, mark.options))
 
 
 class _Call:
@@ -335,12 +218,13 @@ class _Call:
         name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
         self.name = name.rpartition("<locals>.")[2]
         self.captured: Any = None
+        self.miss: Miss | None = None
         self.traced = False
 
     def run(self) -> Any:
         key = function_key(self.fn)
-        program = current_program()
-        recordings = [_process] if program is None else [_process, program]
+        self.program = current_program()
+        recordings = [_process] if self.program is None else [_process, self.program]
         self.stats = [r.region(key or id(self.fn), self.name) for r in recordings]
         for stats in self.stats:
             stats.calls += 1
@@ -357,71 +241,147 @@ class _Call:
             # works in line, but not on abstract copies, is served as if unmarked.
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         else:
-            reason = None
-        if reason is not None:  # outside the handler, so that errors in line are not chained
-            return self._in_line(reason)
-        self._count_body(program, key, outcome.spec)
-        return outcome.spec.unflatten(outcome.arrays)
+            return outcome.spec.unflatten(outcome.arrays)
+        return self._in_line(reason)  # outside the handler, so that errors in line are not chained
 
-    def _stamp_out(self, key: Any) -> _Outcome:
+    def _stamp_out(self, key: Any) -> _body.Outcome:
+        start = time.perf_counter()
         self.captured = Captured(self.fn, self.args, self.kwargs)
+        self._spend("lookup", start)
         key, facts = (key, self.mark), self._facts()
+        start = time.perf_counter()
         entry = _cache.find(key, facts)
         is_new = entry is None
         if entry is None:
-            self._note(explain_miss(_cache.latest(key), self.captured))
-            entry = ReuseEntry(facts, _new_body(self.name))
+            self.miss = explain_miss(_cache.latest(key), self.captured, _logs.user_frame())
+            entry = ReuseEntry(facts, _new_body(self.name, self.mark))
+        start = self._spend("lookup", start)
         _active.calls.append(self)
         try:
+            if self.mark.options.on_reuse_limit == "inline" and self.program is not None:
+                self._check_room(entry.jitted.eval_shape(*self.captured.arrays).spec)
             outcome = entry.jitted(*self.captured.arrays)
         finally:
             _active.calls.pop()
-        if self.traced:
-            for stats in self.stats:
-                stats.traces += 1
-            if not is_new:
-                self._note("shapes, dtypes, shardings or JAX's context differ")
+        self._spend("stamp_out", start)
         if is_new:
             _cache.add(key, entry)
+        self._record(outcome.spec)
         return outcome
+
+    def _spend(self, phase: str, since: float) -> float:
+        now = time.perf_counter()
+        for stats in self.stats:
+            stats.seconds[phase] += now - since
+        return now
 
     def _facts(self) -> tuple:
         if self.mark.reuse_hash_fn is None:
             return tuple(self.captured.facts)
+        start = time.perf_counter()
         try:
             number = self.mark.reuse_hash_fn(*self.args, **self.kwargs)
         except Exception as error:
             raise _errors.reuse_hash(self.name, f"it raised {error!r}") from error
         if isinstance(number, bool) or not isinstance(number, int):
             raise _errors.reuse_hash(self.name, f"it returned {number!r}")
+        self._spend("hash", start)
         structure = jax.tree_util.tree_structure((self.args, self.kwargs))
         return ("reuse hash", number, structure, len(self.captured.arrays))
 
-    def _note(self, miss: str) -> None:
-        if miss != "first call":
+    def trace(self, arrays: Any) -> _body.Outcome:
+        """Runs inside the trace that JAX makes of this call's body."""
+        if self.miss is None:
+            text = "shapes, dtypes, shardings or JAX's context differ"
+            self.miss = Miss("avals", text, _logs.user_frame())
+        check_new_is_allowed(f"a body of region '{self.name}'", str(self.miss))
+        self.traced = True
+        if self.program is None and self.mark.options.has_compiler_options:
+            _warn_once(self.name, self.mark.options)
+        start = time.perf_counter()
+        try:
+            return _body.trace(self.captured, self.mark.options, arrays)
+        finally:
+            took = self._spend("trace", start) - start
             for stats in self.stats:
-                stats.misses.append(miss)
+                stats.seconds["stamp_out"] -= took  # which is around it
+
+    # What is told about a call.
+
+    def _record(self, spec: _body.OutSpec) -> None:
+        if self.traced and self.miss is not None:
+            for stats in self.stats:
+                stats.traces += 1
+                stats.add_miss(self.miss)
+            _logs.reuse.info("%s: traced: %s", self.name, self.miss)
+        else:
+            if _logs.reuse.isEnabledFor(logging.DEBUG):
+                _logs.reuse.debug("%s: hit [%s]", self.name, _logs.user_frame())
+            if spec.exact is not None:
+                self._check_hit(spec)
+        if spec.form not in self.stats[-1].bodies:
+            self._count_body(spec)
+
+    def _count_body(self, spec: _body.OutSpec) -> None:
+        for stats in self.stats:
+            stats.bodies.setdefault(spec.form, self.miss)
+        _logs.reuse.info("%s: body number %d", self.name, len(self.stats[-1].bodies))
+        limit = self.mark.max_reuse_entries
+        if self.program is not None and len(self.stats[-1].bodies) > limit:
+            if self.mark.options.on_reuse_limit == "raise":
+                raise _errors.ReuseLimitError(self._limit_message())
+            if len(self.stats[-1].bodies) == limit + 1:
+                warnings.warn(self._limit_message(), stacklevel=2)
+
+    def _check_room(self, spec: _body.OutSpec) -> None:
+        bodies = self.stats[-1].bodies
+        if spec.form not in bodies and len(bodies) >= self.mark.max_reuse_entries:
+            limit = self.mark.max_reuse_entries
+            raise NotReusableError(f"it would be body number {limit + 1}, and the limit is {limit}")
+
+    def _limit_message(self) -> str:
+        known = [
+            m or Miss("", "traced for an earlier program") for m in self.stats[-1].bodies.values()
+        ]
+        limit = self.mark.max_reuse_entries
+        _logs.reuse.warning("%s: more than %d bodies", self.name, limit)
+        return _errors.reuse_limit(self.name, limit, [(m.reason, str(m)) for m in known])
+
+    def _check_hit(self, spec: _body.OutSpec) -> None:
+        """``HCOMPILE_CHECK``: the body that served this call is the one it would have."""
+        again = Captured(self.fn, self.args, self.kwargs)
+        jaxpr, _ = _body.trace_to_jaxpr(again, again.arrays)
+        own = Canonicalizer().jaxpr(jaxpr)
+        if own != spec.exact:
+            where = difference(spec.exact, own)
+            raise _errors.reuse_check(self.name, spec.where, _logs.user_frame(), where)
 
     def _in_line(self, reason: str) -> Any:
         if self.captured is not None:
             self.captured.restore_shared()
+        miss = Miss("in line", f"ran in line: {reason}", _logs.user_frame())
+        check_new_is_allowed(f"a call of region '{self.name}'", str(miss))
         for stats in self.stats:
             stats.inlined += 1
-            stats.misses.append(f"ran in line: {reason}")
+            stats.add_miss(miss)
+        _logs.reuse.info("%s: %s", self.name, miss)
         try:
-            return self.fn(*self.args, **self.kwargs)
+            result = self.fn(*self.args, **self.kwargs)
         except Exception as error:
             error.add_note(_errors.region_note(self.name, _describe((self.args, self.kwargs))))
             raise
+        if self.mark.reuse_hash_fn is not None:
+            raise _errors.hash_without_reuse(self.name, reason)
+        return result
 
-    def _count_body(self, program: Recording | None, key: Any, spec: _OutSpec) -> None:
-        for stats in self.stats:
-            stats.bodies.add(id(spec))
-        if program is not None:
-            stats = self.stats[-1]
-            if len(stats.bodies) > self.mark.max_reuse_entries:
-                limit = self.mark.max_reuse_entries
-                raise _errors.reuse_limit(self.name, limit, list(stats.misses))
+
+_warned: set[tuple[str, RegionOptions]] = set()
+
+
+def _warn_once(region: str, options: RegionOptions) -> None:
+    if (region, options) not in _warned:
+        _warned.add((region, options))
+        warnings.warn(_errors.options_without_effect(region), stacklevel=2)
 
 
 def _describe(arguments: tuple[tuple, dict[str, Any]]) -> str:
@@ -440,86 +400,6 @@ def _describe_leaf(leaf: Any) -> str:
     return type(leaf).__name__
 
 
-# --- The body that JAX traces -----------------------------------------------------------------
-
-
-def _new_body(name: str) -> Any:
-    def body(*arrays: Any) -> _Outcome:
-        return _trace(_active.calls[-1], arrays)
-
-    return _jax_compat.make_jitted(body, REGION_PREFIX + name)
-
-
-def _trace(call: _Call, arrays: Sequence[Any]) -> _Outcome:
-    """Traces the function of ``call`` with ``arrays`` in place of its own."""
-    call.traced = True
-    specs: list[_OutSpec] = []
-
-    def flat(*arrays: Any) -> list[Any]:
-        fn, args, kwargs = call.captured.rebuild(arrays)
-        result = fn(*args, **kwargs)
-        seen = call.captured.placed(arrays)
-        _check_unchanged(call.captured, Captured(fn, args, kwargs), seen)
-        leaves, spec = _split_result(result)
-        specs.append(spec)
-        return leaves
-
-    jaxpr = jax.make_jaxpr(flat)(*arrays)
-    _check_constants(call.captured, jaxpr)
-    run = _with_residuals(jaxpr, call.mark.options.residuals)
-    return _Outcome(run(*arrays), specs[-1])
-
-
-def _check_unchanged(before: Captured, after: Captured, arrays: Sequence[Any]) -> None:
-    same = len(after.arrays) == len(arrays) and all(map(_is, after.arrays, arrays))
-    if same and after.facts == before.facts:
-        return
-    for index, fact in enumerate(after.facts):
-        if index >= len(before.facts) or before.facts[index] != fact:
-            raise NotReusableError(f"the body changed {after.path(index)}")
-    raise NotReusableError("the body changed something that it captured")
-
-
-def _is(a: Any, b: Any) -> bool:
-    return a is b
-
-
-def _split_result(result: Any) -> tuple[list[Any], _OutSpec]:
-    leaves, treedef = jax.tree_util.tree_flatten(_without_dicts(result))
-    arrays, constants = [], {}
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, jax.Array):
-            arrays.append(leaf)
-        elif isinstance(leaf, (bool, int, float, complex, str, bytes, np.generic, np.ndarray)):
-            constants[i] = leaf
-        else:
-            raise NotReusableError(f"the body returns a {type(leaf).__qualname__}")
-    return arrays, _OutSpec(treedef, constants)
-
-
-def _check_constants(captured: Captured, jaxpr: Any) -> None:
-    """No array may have come in by a path that the walk does not know."""
-    _, consts = _jax_compat.split_jaxpr(jaxpr)
-    for const in consts:
-        if is_traced(const):
-            raise NotReusableError("the body reads a traced array that is no argument or capture")
-        if isinstance(const, jax.Array) and not any(const is known for known in captured.compared):
-            raise NotReusableError("the body reads an array from outside what can be compared")
-    if _jax_compat.rules_hold_tracers(jaxpr):
-        raise NotReusableError("a custom differentiation rule in the body closes over an array")
-
-
-def _with_residuals(jaxpr: Any, residuals: Any) -> Callable[..., Any]:
-    run = _jax_compat.jaxpr_as_fun(jaxpr)
-    if residuals == "all" or jaxpr.effects or _jax_compat.has_checkpoint(jaxpr):
-        return run
-    policies = {"auto": _jax_compat.save_what_is_dear, "none": None}
-    policy = policies[residuals] if isinstance(residuals, str) else residuals
-    # The backward pass runs in an executable of its own, where there is nothing to share with
-    # the forward pass: no barrier against common subexpressions is needed.
-    return jax.checkpoint(run, policy=policy, prevent_cse=False)
-
-
 # --- Counters ---------------------------------------------------------------------------------
 
 
@@ -527,23 +407,47 @@ def cache_info() -> dict[str, dict[str, Any]]:
     """Counts for every region called under a trace in this process, by function name.
 
     Returns:
-      For each name ``calls``, ``traces``, ``reused``, ``inlined``, ``bodies`` (ints) and ``misses``
-      (the latest reasons, as strings).
+      For each name, ints: ``calls``; ``hits`` among them, served by a body that was there;
+      ``traces`` and ``inlined``, the others; ``bodies``, distinct in normal form; ``entries`` in
+      the reuse cache. ``misses``: how often each reason occurred; ``explanations``: the latest in
+      words. ``seconds``: host time by phase (``lookup``, ``hash``, ``trace``, ``stamp_out``). A
+      name that two functions have is followed by their file and line.
 
     Example:
-      >>> import hcompile
-      >>> isinstance(hcompile.cache_info(), dict)
-      True
+      >>> import hcompile, jax
+      >>> double = hcompile.region(lambda x: 2 * x)
+      >>> _ = jax.jit(lambda x: double(double(x)))(1.0)
+      >>> info = hcompile.cache_info()["<lambda>"]
+      >>> info["calls"], info["hits"], info["bodies"], info["misses"]
+      (2, 1, 1, {'first call': 1})
     """
-    return {stats.name: stats_as_dict(stats) for stats in list(_process.regions.values())}
+    entries = collections.Counter()
+    for (function, _), count in _cache.counts().items():
+        entries[function] += count
+    known = list(_process.regions.items())
+    names = collections.Counter(stats.name for _, stats in known)
+    return {
+        stats.name + (_place(function) if names[stats.name] > 1 else ""): {
+            "calls": stats.calls,
+            "hits": stats.hits,
+            "traces": stats.traces,
+            "inlined": stats.inlined,
+            "bodies": len(stats.bodies),
+            "entries": entries[function],
+            "misses": dict(stats.reasons),
+            "explanations": list(map(str, stats.misses)),
+            "seconds": dict(stats.seconds),
+        }
+        for function, stats in known
+    }
 
 
-def stats_as_dict(stats: RegionStats) -> dict[str, Any]:
-    counts = {k: getattr(stats, k) for k in ("calls", "traces", "reused", "inlined")}
-    return counts | {"bodies": len(stats.bodies), "misses": list(stats.misses)}
+def _place(function: Any) -> str:
+    code = function[0].value() if isinstance(function, tuple) else None
+    return f" ({code.co_filename}:{code.co_firstlineno})" if code else f" ({function})"
 
 
 def clear_region_cache() -> None:
     """Forgets every traced body and the counts of ``cache_info``."""
-    _cache.clear()
+    _cache.drop(lambda _: True)
     _process.regions.clear()

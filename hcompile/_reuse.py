@@ -11,26 +11,37 @@ Flow of a call (``_region`` drives it):
    whether these shapes, dtypes, shardings and contexts were traced before; if not, it runs the
    entry's body, which traces *this* call. Hence an entry needs no function to trace later, and
    keeps none alive.
-4. *Safety*: the body runs on copies of everything mutable (``Captured.rebuild``). If the copies
+4. *Count*: the traced body has a normal form (``_bodies``). Two entries whose bodies have one form
+   are one body, whatever their facts say: they share an executable, and count once towards
+   ``max_reuse_entries``. A layer number that only scales, or picks weights from a list, and a
+   name that never reaches the program thus cost a trace and no body.
+5. *Safety*: the body runs on copies of everything mutable (``Captured.rebuild``). If the copies
    changed, if a traced array slipped in by a path the walk does not know, or if an output is no
    array and no constant, ``NotReusableError`` leaves JAX's cache and ours without an entry, and the
-   caller runs the function itself, in line, as if it had not been marked.
+   caller runs the function itself, in line, as if it had not been marked. ``HCOMPILE_CHECK=1``
+   traces every hit again, and compares.
 
-What is cached: one jitted function per set of facts, weak in what the facts name, bounded by
-``MAX_ENTRIES`` with the least recently used dropped first.
+With ``reuse_hash_fn`` the user's number takes the place of the facts in step 2; the structure of
+the arguments stays, and JAX's cache keeps seeing shapes and dtypes.
+
+What is cached: one jitted function per set of facts, weak in what the facts name and dropped with
+the function's code, bounded by ``MAX_ENTRIES`` with the least recently used dropped first.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import inspect
 import threading
 import types
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
-from ._fingerprint import Same
+from . import _errors
+from ._fingerprint import Constant, Same, Tag
 
 MAX_ENTRIES = 4096
 
@@ -49,16 +60,40 @@ class ReuseEntry:
         self.jitted = jitted
 
 
+@dataclasses.dataclass(frozen=True)
+class Miss:
+    """Why a call could not use the body that its function was traced to last.
+
+    Attributes:
+      reason: ``"first call"``, ``"constant"``, ``"structure"``, ``"object"``, ``"avals"`` (shapes,
+        dtypes, shardings or JAX's context), ``"hash"``, ``"limit"`` or ``"in line"``.
+      text: the argument or capture by path, the old and the new value.
+      where: the user's line.
+    """
+
+    reason: str
+    text: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text} [{self.where}]" if self.where else self.text
+
+
+PHASES: tuple[str, ...] = ("lookup", "hash", "trace", "stamp_out")
+
+
 class RegionStats:
     """What happened to the calls of one marked function.
 
     Attributes:
       name: the function's qualified name.
       calls: calls under a trace.
-      traces: times its Python body was traced for a new body.
+      traces: calls whose Python body was traced for them.
       inlined: calls that ran in line, as unmarked code.
-      misses: why bodies could not be reused: path, old and new value. The latest are kept.
-      bodies: identities of the distinct bodies used.
+      reasons: how often each reason for a miss occurred.
+      misses: the latest misses but first calls.
+      bodies: for each distinct body, the miss that made it necessary.
+      seconds: in each of ``PHASES``.
     """
 
     def __init__(self, name: str):
@@ -66,28 +101,41 @@ class RegionStats:
         self.calls = 0
         self.traces = 0
         self.inlined = 0
-        self.misses: collections.deque[str] = collections.deque(maxlen=16)
-        self.bodies: set[int] = set()
+        self.reasons: collections.Counter[str] = collections.Counter()
+        self.misses: collections.deque[Miss] = collections.deque(maxlen=16)
+        self.bodies: dict[Hashable, Miss | None] = {}
+        self.seconds = dict.fromkeys(PHASES, 0.0)
 
     @property
-    def reused(self) -> int:
+    def hits(self) -> int:
         """Calls served by a body that was there already."""
         return self.calls - self.traces - self.inlined
+
+    def add_miss(self, miss: Miss) -> None:
+        self.reasons[miss.reason] += 1
+        if miss.reason != "first call":
+            self.misses.append(miss)
 
 
 class Recording:
     """The region calls of one outer program, or of the process."""
 
     def __init__(self) -> None:
-        self.regions: dict[Hashable, RegionStats] = {}
+        self.regions: collections.OrderedDict[Hashable, RegionStats] = collections.OrderedDict()
 
     def region(self, key: Hashable, name: str) -> RegionStats:
-        return self.regions.setdefault(key, RegionStats(name))
+        stats = self.regions.get(key)
+        if stats is None:
+            stats = self.regions[key] = RegionStats(name)
+            if len(self.regions) > MAX_ENTRIES:
+                self.regions.popitem(last=False)
+        return stats
 
 
 class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.programs: list[Recording] = []
+        self.forbids_new = 0
 
 
 _thread = _ThreadState()
@@ -107,29 +155,78 @@ def current_program() -> Recording | None:
     return _thread.programs[-1] if _thread.programs else None
 
 
+@contextlib.contextmanager
+def no_new_regions() -> Iterator[None]:
+    """Within this context, and in this thread, every region and every step has to be there already.
+
+    Raises:
+      NewRegionError: in place of any trace of a region's body and any trace or compilation of a
+        step by ``hcompile.jit``; it names the function and says why it would be new.
+
+    Example:
+      >>> import hcompile, jax.numpy as jnp
+      >>> step = hcompile.jit(lambda x: x + 1)
+      >>> _ = step(jnp.ones(2))
+      >>> with hcompile.no_new_regions():
+      ...     print(step(jnp.ones(2)))
+      [2. 2.]
+      >>> try:
+      ...     with hcompile.no_new_regions():
+      ...         step(jnp.ones(3))
+      ... except hcompile.NewRegionError:
+      ...     print("another shape is another program")
+      another shape is another program
+
+    ``jax.no_tracing`` is the same for JAX itself.
+    """
+    _thread.forbids_new += 1
+    try:
+        yield
+    finally:
+        _thread.forbids_new -= 1
+
+
+def check_new_is_allowed(what: str, why: str) -> None:
+    """Raises if ``no_new_regions`` is in force."""
+    if _thread.forbids_new:
+        raise _errors.new_region(what, why)
+
+
 class ReuseCache:
-    """Entries by function and facts; safe to use from several threads."""
+    """Entries by function and facts; safe to use from several threads.
+
+    A key is ``(function_key, mark)``. Its entries go when the function's code does.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._entries: collections.OrderedDict[tuple[Hashable, Hashable], ReuseEntry] = (
+        self._watched: set[int] = set()
+        # Of code objects that are gone. Only noted when that happens: the garbage collector can
+        # run while the lock is held.
+        self._gone: collections.deque[int] = collections.deque()
+        self._entries: collections.OrderedDict[tuple[Any, Hashable], ReuseEntry] = (
             collections.OrderedDict()
         )
-        self._latest: dict[Hashable, ReuseEntry] = {}
+        self._latest: dict[Any, ReuseEntry] = {}
 
-    def find(self, key: Hashable, facts: tuple[Hashable, ...]) -> ReuseEntry | None:
+    def find(self, key: tuple[Any, Hashable], facts: tuple[Hashable, ...]) -> ReuseEntry | None:
         with self._lock:
             entry = self._entries.get((key, facts))
             if entry is not None:
                 self._entries.move_to_end((key, facts))
             return entry
 
-    def latest(self, key: Hashable) -> ReuseEntry | None:
+    def latest(self, key: tuple[Any, Hashable]) -> ReuseEntry | None:
         """The entry last added for a function: what a miss is explained against."""
         return self._latest.get(key)
 
-    def add(self, key: Hashable, entry: ReuseEntry) -> None:
+    def add(self, key: tuple[Any, Hashable], entry: ReuseEntry) -> None:
+        (code, _), _ = key
         with self._lock:
+            self._forget_gone()
+            if hash(code) not in self._watched:
+                self._watched.add(hash(code))
+                weakref.finalize(code.value(), self._gone.append, hash(code)).atexit = False
             self._entries[key, entry.facts] = entry
             self._latest[key] = entry
             while len(self._entries) > MAX_ENTRIES:
@@ -137,17 +234,36 @@ class ReuseCache:
                 if self._latest.get(old) is dropped:
                     del self._latest[old]
 
-    def clear(self) -> None:
+    def drop(self, wanted: Callable[[tuple[Any, Hashable]], bool]) -> None:
+        """Forgets the entries of the keys that ``wanted`` holds for."""
         with self._lock:
-            self._entries.clear()
-            self._latest.clear()
+            self._drop(wanted)
+
+    def _drop(self, wanted: Callable[[tuple[Any, Hashable]], bool]) -> None:
+        for entry in [e for e in self._entries if wanted(e[0])]:
+            del self._entries[entry]
+        for key in [k for k in self._latest if wanted(k)]:
+            del self._latest[key]
+
+    def _forget_gone(self) -> None:
+        gone = set()
+        while self._gone:
+            gone.add(self._gone.popleft())
+        if gone:
+            self._watched -= gone
+            self._drop(lambda key: hash(key[0][0]) in gone)
+
+    def counts(self) -> collections.Counter[Any]:
+        """How many entries each key has."""
+        with self._lock:
+            return collections.Counter(key for key, _ in self._entries)
 
     def __len__(self) -> int:
         return len(self._entries)
 
 
-def function_key(fn: Callable[..., Any]) -> Hashable | None:
-    """Code and globals of what runs when ``fn`` is called; None if that is no Python function."""
+def python_function(fn: Callable[..., Any]) -> types.FunctionType | None:
+    """What runs when ``fn`` is called; None if that is no Python function."""
     while not isinstance(fn, types.FunctionType):
         if isinstance(fn, types.MethodType):
             fn = fn.__func__
@@ -158,15 +274,33 @@ def function_key(fn: Callable[..., Any]) -> Hashable | None:
             if not isinstance(call, types.FunctionType):
                 return None
             fn = call
-    return (Same(fn.__code__), id(fn.__globals__))
+    return fn
 
 
-def explain_miss(old: ReuseEntry | None, captured: Any) -> str:
+def function_key(fn: Callable[..., Any]) -> Hashable | None:
+    """Code and globals of what runs when ``fn`` is called; None if that is no Python function."""
+    function = python_function(fn)
+    return None if function is None else (Same(function.__code__), id(function.__globals__))
+
+
+def explain_miss(old: ReuseEntry | None, captured: Any, where: str) -> Miss:
     """The first fact in which a call differs from the latest cached one of its function."""
     if old is None:
-        return "first call"
+        return Miss("first call", "first call", where)
     for index, fact in enumerate(captured.facts):
         before = old.facts[index] if index < len(old.facts) else "nothing"
         if before != fact:
-            return f"{captured.path(index)} was {before!r} and is now {fact!r}"
-    return "the call has fewer captured values than the cached one"
+            text = f"{captured.path(index)} was {before!r} and is now {fact!r}"
+            return Miss(_kind(before, fact), text, where)
+    return Miss("structure", "the call has fewer captured values than the cached one", where)
+
+
+def _kind(before: Any, fact: Any) -> str:
+    if isinstance(before, Constant) and isinstance(fact, Constant):
+        return "constant"
+    if Tag.ARRAY in (before, fact) or isinstance(before, Constant) or isinstance(fact, Constant):
+        return "structure"
+    is_object = isinstance(fact, Same) or (
+        isinstance(fact, tuple) and any(isinstance(part, Same) for part in fact)
+    )
+    return "object" if is_object else "structure"

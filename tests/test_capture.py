@@ -21,7 +21,7 @@ def run(calls, x=X):
     want = functools.reduce(lambda x, f: f(x), calls, x)
     np.testing.assert_allclose(got, want, rtol=1e-6)
     (info,) = hcompile.cache_info().values()
-    assert info["inlined"] == 0, info["misses"]
+    assert info["inlined"] == 0, info["explanations"]
     return info
 
 
@@ -102,7 +102,7 @@ class TestLifted:
     @pytest.mark.parametrize("name", CASES)
     def test_traced_once(self, name):
         info = run(self.CASES[name]())
-        assert (info["calls"], info["traces"]) == (12, 1), info["misses"]
+        assert (info["calls"], info["traces"]) == (12, 1), info["explanations"]
 
     def test_a_rebuilt_model_hits(self):
         for _ in range(3):
@@ -186,7 +186,7 @@ class TestGuards:
     def test_a_rebound_global_of_a_helper(self, monkeypatch):
         info = self.trace_twice(uses_helper, lambda: monkeypatch.setitem(globals(), "SCALE", 3.0))
         assert info["traces"] == 2
-        assert "global SCALE was 2.0 and is now 3.0" in info["misses"][0]
+        assert "global SCALE was 2.0 and is now 3.0" in info["explanations"][0]
 
     def test_a_swapped_helper(self, monkeypatch):
         change = lambda: monkeypatch.setitem(globals(), "helper", lambda x: x - 1)
@@ -310,7 +310,7 @@ class TestGuards:
 
         info = run([Layer("double"), Layer("square"), Layer("double")])
         assert info["traces"] == 2
-        assert "kind was 'double' and is now 'square'" in info["misses"][0]
+        assert "kind was 'double' and is now 'square'" in info["explanations"][0]
 
     def test_an_unread_name_does_not_count_and_a_read_one_does(self):
         class Named(Plain):
@@ -345,7 +345,7 @@ class TestWhatCodeCanSee:
         np.testing.assert_allclose(got, want, rtol=1e-6)
         assert got.dtype == want.dtype
         (info,) = hcompile.cache_info().values()
-        assert info["inlined"] == inlined, info["misses"]
+        assert info["inlined"] == inlined, info["explanations"]
         assert traces is None or info["traces"] == traces
 
     def test_the_order_of_a_dict(self):

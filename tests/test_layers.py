@@ -26,12 +26,17 @@ LAYERS = [
     "hcompile/_bench/",
     "hcompile/examples/",
     "hcompile/_jit.py",
+    "hcompile/_signature.py",
     "hcompile/_region.py",
+    "hcompile/_body.py",
     "hcompile/_report.py",
     "hcompile/_plan/",
     "hcompile/_executables.py",
     "hcompile/_progress.py",
+    "hcompile/_bodies.py",
     "hcompile/_canonical.py",
+    "hcompile/_options.py",
+    "hcompile/_logs.py",
     "hcompile/_reuse.py",
     "hcompile/_capture.py",
     "hcompile/_rebuild.py",
@@ -45,8 +50,11 @@ USERS = {"hcompile/_cli.py", "hcompile/_bench/", "hcompile/examples/"}
 TOP = "hcompile/__init__.py"
 
 PUBLIC_NAMES = {
+    "NewRegionError",
     "RegionOptions",
     "Report",
+    "ReuseCheckError",
+    "ReuseHashError",
     "ReuseLimitError",
     "__version__",
     "cache_info",
@@ -54,6 +62,7 @@ PUBLIC_NAMES = {
     "disabled",
     "jit",
     "nested_compile_region",
+    "no_new_regions",
     "region",
 }
 

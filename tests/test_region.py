@@ -235,8 +235,8 @@ class TestPytrees:
         assert out == 4
         (info,) = hcompile.cache_info().values()
         assert (info["calls"], info["traces"]) == (3, 2)
-        assert "arguments" in info["misses"][0]
-        assert "True" in info["misses"][0]
+        assert "arguments" in info["explanations"][0]
+        assert "True" in info["explanations"][0]
 
     @pytest.mark.parametrize(
         ("first", "second"), [(1, 1.0), (1, True), (0.0, -0.0), ("a", b"a")], ids=repr
@@ -267,7 +267,7 @@ class TestInLine:
     def reasons(self):
         (info,) = hcompile.cache_info().values()
         assert info["inlined"] > 0
-        return " ".join(info["misses"])
+        return " ".join(info["explanations"])
 
     def test_an_object_of_unknown_equality(self):
         class Opaque:
@@ -373,13 +373,47 @@ class TestLimit:
     def test_too_many_bodies_raise_and_name_the_difference(self):
         @hcompile.region(max_reuse_entries=2)
         def f(x, n):
-            return x * n
+            return x**n
 
         with pytest.raises(
-            hcompile.ReuseLimitError, match=r"max_reuse_entries=2(.|\n)*2 and is now 3"
+            hcompile.ReuseLimitError,
+            match=r"region 'f' .*max_reuse_entries=2(.|\n)*1\. first call(.|\n)*2\. .*was 2 and is "
+            r"now 3 .*test_region.py(.|\n)*3\. .*was 3 and is now 4(.|\n)*as an array",
         ):
-            hcompile.jit(lambda x: f(f(f(x, 1), 2), 3))(1.0)
-        assert hcompile.jit(lambda x: f(f(x, 1), 2))(1.0) == 2
+            hcompile.jit(lambda x: f(f(f(x, 2), 3), 4))(1.0)
+        assert hcompile.jit(lambda x: f(f(x, 2), 3))(2.0) == 64
+
+    def test_warn(self):
+        f = hcompile.region(
+            lambda x, n: x**n,
+            max_reuse_entries=1,
+            options=hcompile.RegionOptions(on_reuse_limit="warn"),
+        )
+        with pytest.warns(UserWarning, match="max_reuse_entries=1") as seen:
+            assert hcompile.jit(lambda x: f(f(f(x, 2), 3), 2))(2.0) == 2**12
+        assert len(seen) == 1
+
+    def test_inline(self):
+        f = hcompile.region(
+            lambda x, n: jnp.sin(x) ** n,
+            max_reuse_entries=1,
+            options=hcompile.RegionOptions(on_reuse_limit="inline"),
+        )
+        step = hcompile.jit(lambda x: f(f(f(x, 2), 3), 2))
+        np.testing.assert_allclose(
+            step(2.0), jnp.sin(jnp.sin(jnp.sin(2.0) ** 2) ** 3) ** 2, rtol=1e-6
+        )
+        (info,) = hcompile.cache_info().values()
+        assert (info["calls"], info["inlined"], info["bodies"]) == (3, 1, 1)
+        assert "body number 2, and the limit is 1" in info["explanations"][-1]
+
+    def test_shapes_of_one_program_count(self):
+        f = hcompile.region(jnp.tanh, max_reuse_entries=2)
+        g = hcompile.region(lambda x: jnp.tanh(x), max_reuse_entries=2)
+        with pytest.raises(hcompile.ReuseLimitError, match="Pad the arguments"):
+            hcompile.jit(lambda xs: [g(x) for x in xs])([jnp.ones(n) for n in (1, 2, 3)])
+        out = hcompile.jit(lambda xs: [f(x) for x in xs])([jnp.ones(n) for n in (1, 2, 3)])
+        assert len(out) == 3
 
     def test_programs_count_apart(self):
         @hcompile.region(max_reuse_entries=1)
@@ -389,31 +423,3 @@ class TestLimit:
         program = hcompile.jit(lambda x: f(f(x)))
         for n in range(1, 6):
             program(jnp.ones(n))
-
-
-class TestReuseHash:
-    def test_equal_numbers_reuse_and_lift_captures(self):
-        tables = [{"w": jnp.full(2, float(i)), "name": f"t{i}"} for i in range(1, 4)]
-
-        @hcompile.jit
-        def program(x):
-            for table in tables:
-                x = hcompile.region(lambda x, t=table: x * t["w"], reuse_hash_fn=KEY)(x)
-            return x
-
-        np.testing.assert_array_equal(program(jnp.ones(2)), 6.0)
-        (info,) = hcompile.cache_info().values()
-        assert info["traces"] == 1
-
-    @pytest.mark.parametrize(
-        ("reuse_hash_fn", "message"),
-        [(lambda x: 1.5, "returned 1.5"), (lambda x: 1 / 0, "raised ZeroDivisionError")],
-    )
-    def test_a_bad_hash_raises(self, reuse_hash_fn, message):
-        f = hcompile.region(lambda x: x, reuse_hash_fn=reuse_hash_fn)
-        with pytest.raises(RuntimeError, match=message):
-            jax.jit(f)(1.0)
-
-
-def KEY(x):
-    return 0

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from .. import _jax_compat
 from .._bodies import normal_form
-from .ops import Atom, Op, Program, Slot
+from .ops import Atom, Op, Program, Slot, region_key
 
 _MAX_TRIES = 64
 
@@ -41,7 +41,7 @@ def _adopted(program: Program, op: Op, models: list[Op]) -> Op:
         for used_outputs in _masks(program, model, op):
             live, used_inputs = _jax_compat.live_part(model.body, used_outputs)
             body = normal_form(program.canonicalizer, live)
-            if body.form == op.region:
+            if region_key(body.form, model.options) == op.region:
                 inputs = [i for i, is_used in enumerate(used_inputs) if is_used]
                 given = dict(zip((inputs[i] for i in body.sources), op.ins, strict=True))
                 return _as_call_of(program, model, given, op.outs, used_outputs)
@@ -73,7 +73,7 @@ def _as_call_of(
         next(wanted) if used else program.new_slot(program.avals[slot])
         for slot, used in zip(model.outs, used_outputs, strict=True)
     ]
-    return Op(model.eqn, tuple(all_ins), tuple(all_outs), model.region, model.body)
+    return dataclasses.replace(model, ins=tuple(all_ins), outs=tuple(all_outs))
 
 
 def _stand_in(program: Program, slot: Atom) -> Atom:

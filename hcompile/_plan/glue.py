@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
+from .. import _jax_compat
 from .ops import Op, Program, Slot
 
 # What one more call per step is worth, in equations that need not be compiled.
@@ -54,7 +55,7 @@ def pieces(
 
 
 def _is_scalar(program: Program, slot: Slot) -> bool:
-    return getattr(program.avals[slot], "shape", None) == ()
+    return _jax_compat.is_scalar(program.avals[slot])
 
 
 def _earliest_times(

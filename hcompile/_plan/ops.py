@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Any
 
 from .._canonical import Canonical, Canonicalizer
@@ -16,8 +17,10 @@ class Op:
     """An equation whose variables are slots of the whole program.
 
     Attributes:
-      region: the canonical form of the body if this is a region's call, else None.
+      region: of a region's call, what its executable depends on (the canonical form of the body,
+        and XLA options if it has any), else None.
       body: of a region's call, the closed jaxpr from ``ins`` to ``outs``, in normal form.
+      options: of a region's call, its XLA options as a tuple.
     """
 
     eqn: Any
@@ -25,9 +28,15 @@ class Op:
     outs: tuple[Slot, ...]
     region: Canonical | None = None
     body: Any = None
+    options: Hashable = ()
 
     def reads(self) -> list[Slot]:
         return [atom for atom in self.ins if isinstance(atom, int)]
+
+
+def region_key(form: Canonical, options: Hashable) -> Canonical:
+    """``Op.region`` for a body of this form."""
+    return Canonical((form, options)) if options else form
 
 
 @dataclasses.dataclass

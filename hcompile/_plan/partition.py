@@ -10,7 +10,7 @@ layer), and pieces that always come together are one part again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 from .. import _jax_compat
@@ -30,6 +30,7 @@ class Part:
       ins: slots it reads.
       outs: slots or literals it returns, each into the slot of ``targets`` at the same position.
       form: canonical form; equal forms can share an executable.
+      options: XLA options of its own, as a tuple of pairs.
     """
 
     kind: str
@@ -39,6 +40,7 @@ class Part:
     outs: tuple[Atom, ...]
     targets: tuple[Slot, ...]
     form: Canonical
+    options: Hashable = ()
 
     def jaxpr(self, program: Program) -> Any:
         """The closed jaxpr of this part."""
@@ -188,7 +190,7 @@ class _Partitioner:
         name = self._region_name(op.eqn)
         avals = tuple(self._program.avals[slot] for slot in op.ins)
         form = Canonical(("region", op.region, avals))
-        return Part("region", name, (op,), op.ins, op.outs, op.outs, form)
+        return Part("region", name, (op,), op.ins, op.outs, op.outs, form, op.options)
 
     def _returned_copies(self) -> tuple[list[Part], list[Slot]]:
         """A part that copies what is returned as it came in, and the slots of all outputs.

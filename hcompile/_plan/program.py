@@ -11,27 +11,32 @@ from .. import _jax_compat
 from .._bodies import Body, Closed, normal_form, with_literals
 from .._canonical import Canonical, Canonicalizer
 from .ends import share_ends
-from .ops import Atom, Op, Program, Slot
+from .ops import Atom, Op, Program, Slot, region_key
+
+RegionOptions = Callable[[Any], "Hashable | None"]
 
 
-def flatten(jaxpr: Any, consts: Sequence[Any], is_region: Callable[[Any], bool]) -> Program:
+def flatten(jaxpr: Any, consts: Sequence[Any], region_options: RegionOptions) -> Program:
     """Opens every plain call around a region, and every region that is called only once.
 
     A region's call that stays is a unit, whatever is inside. One that occurs once would only
-    cost a dispatch, so it goes with its surroundings; regions inside it may then show.
+    cost a dispatch, so it goes with its surroundings, unless it has XLA options of its own; regions
+    inside it may then show.
 
     Args:
       jaxpr: the step's open jaxpr.
       consts: the values of its constant variables.
-      is_region: tells a region's call from another equation.
+      region_options: of an equation, None if it is no region's call, else its XLA options.
     """
     canonicalizer = Canonicalizer()
-    single: set[Canonical] = set()
+    bodies: dict[Hashable, tuple[Any, Body]] = {}
+    single: set[Canonical | None] = set()
     while True:
-        flattener = _Flattener(canonicalizer, is_region, single)
-        program = share_ends(flattener.program(jaxpr, consts))
-        uses = collections.Counter(op.region for op in program.ops if op.region is not None)
-        once = {form for form, count in uses.items() if count == 1}
+        flattener = _Flattener(canonicalizer, region_options, bodies, single)
+        program = share_ends(_without_dead(flattener.program(jaxpr, consts)))
+        calls = [op for op in program.ops if op.region is not None]
+        uses = collections.Counter(op.region for op in calls)
+        once = {op.region for op in calls if uses[op.region] == 1 and not op.options}
         if not once:
             return _without_dead(_without_repeated_scalars(_with_settled_literals(program)))
         single |= once
@@ -43,14 +48,15 @@ class _Flattener:
     def __init__(
         self,
         canonicalizer: Canonicalizer,
-        is_region: Callable[[Any], bool],
-        single: set[Canonical],
+        region_options: RegionOptions,
+        bodies: dict[Hashable, tuple[Any, Body]],
+        single: set[Canonical | None],
     ):
         self._canonicalizer = canonicalizer
-        self._is_region = is_region
+        self._region_options = region_options
+        self._bodies = bodies
         self._single = single
         self._holds_region: dict[int, bool] = {}
-        self._bodies: dict[Hashable, tuple[Any, Body]] = {}
         self._ops: list[Op] = []
         self._avals: list[Any] = []
         self._constants: dict[int, tuple[Any, Slot]] = {}
@@ -79,9 +85,9 @@ class _Flattener:
 
         for eqn in jaxpr.eqns:
             ins = tuple(map(read, eqn.invars))
-            body = self._region_body(eqn, ins)
-            if body is not None:
-                outs = self._call(eqn, body, ins)
+            region = self._region(eqn, ins)
+            if region is not None:
+                outs = self._call(eqn, *region, ins)
             elif self._should_open(eqn):
                 outs = self._open(_jax_compat.called_jaxpr(eqn), ins)
             else:
@@ -90,7 +96,7 @@ class _Flattener:
             env.update(zip(eqn.outvars, outs, strict=True))
         return list(map(read, jaxpr.outvars))
 
-    def _call(self, eqn: Any, body: Body, ins: Sequence[Atom]) -> list[Atom]:
+    def _call(self, eqn: Any, body: Body, options: Hashable, ins: Sequence[Atom]) -> list[Atom]:
         """Adds the call of a region, if it computes anything; returns its outputs."""
 
         def atom(source: Any) -> Atom:
@@ -103,11 +109,14 @@ class _Flattener:
         made = [self._new_slot(aval) for aval in _jax_compat.output_avals(body.jaxpr)]
         if made:
             given = tuple(map(atom, body.sources))
-            self._ops.append(Op(eqn, given, tuple(made), body.form, body.jaxpr))
+            key = region_key(body.form, options)
+            self._ops.append(Op(eqn, given, tuple(made), key, body.jaxpr, options))
         return [made[which] if kind == "output" else atom(which) for kind, which in body.results]
 
-    def _region_body(self, eqn: Any, ins: Sequence[Atom]) -> Body | None:
-        if not (self._is_region(eqn) and _jax_compat.is_plain_call(eqn)):
+    def _region(self, eqn: Any, ins: Sequence[Atom]) -> tuple[Body, Hashable] | None:
+        """The body and XLA options of a region's call that stays, else None."""
+        options = self._region_options(eqn)
+        if options is None or not _jax_compat.is_plain_call(eqn):
             return None
         literal_inputs = tuple(not isinstance(atom, int) for atom in ins)
         jaxpr = eqn.params["jaxpr"]
@@ -116,20 +125,21 @@ class _Flattener:
             body = normal_form(self._canonicalizer, jaxpr, literal_inputs)
             self._bodies[key] = (jaxpr, body)
         body = self._bodies[key][1]
-        return None if body.form in self._single else body
+        return None if region_key(body.form, options) in self._single else (body, options)
 
     def _should_open(self, eqn: Any) -> bool:
         if not _jax_compat.is_plain_call(eqn):
             return False
         # A jitted function of a whole tree (optax's bias correction) would tie all layers together.
-        is_of_many = _jax_compat.is_jit(eqn) and len(eqn.outvars) > 1 and not self._is_region(eqn)
-        return is_of_many or self._holds(_jax_compat.called_jaxpr(eqn))
+        is_of_many = _jax_compat.is_jit(eqn) and len(eqn.outvars) > 1
+        is_region = self._region_options(eqn) is not None
+        return (is_of_many and not is_region) or self._holds(_jax_compat.called_jaxpr(eqn))
 
     def _holds(self, jaxpr: Any) -> bool:
         """Whether a region's call shows once the plain calls in ``jaxpr`` are opened."""
         if id(jaxpr) not in self._holds_region:
             self._holds_region[id(jaxpr)] = any(
-                self._region_body(eqn, eqn.invars) is not None or self._should_open(eqn)
+                self._region(eqn, eqn.invars) is not None or self._should_open(eqn)
                 for eqn in _jax_compat.split_jaxpr(jaxpr)[0].eqns
             )
         return self._holds_region[id(jaxpr)]
@@ -166,7 +176,7 @@ def _with_settled_literals(program: Program) -> Program:
             return op
         body, form, kept = settled[op.region]
         ins = tuple(slot(atom) for i, atom in enumerate(op.ins) if i not in kept)
-        return Op(op.eqn, ins, op.outs, form, body)
+        return dataclasses.replace(op, ins=ins, region=form, body=body)
 
     return dataclasses.replace(program, ops=list(map(rewritten, program.ops)))
 
@@ -183,7 +193,7 @@ def _settled(program: Program, ops: list[Op]) -> tuple[Any, Canonical, dict[int,
             ):
                 kept[i] = atom
     body = with_literals(first.body, kept)
-    return body, program.canonicalizer.jaxpr(body), kept
+    return body, region_key(program.canonicalizer.jaxpr(body), first.options), kept
 
 
 def _without_repeated_scalars(program: Program) -> Program:

@@ -1,0 +1,194 @@
+"""Tracing a region's body: on copies, and only if what is traced holds for other calls too."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from . import _jax_compat, _logs
+from ._bodies import normal_form
+from ._canonical import Canonicalizer
+from ._capture import Captured
+from ._code import line_that_changes
+from ._fingerprint import is_traced
+from ._options import RegionOptions
+from ._reuse import NotReusableError, python_function
+
+# Whether each hit is traced again, and compared with the body that serves it.
+CHECKS_HITS = os.environ.get("HCOMPILE_CHECK") == "1"
+
+
+def trace(captured: Captured, options: RegionOptions, arrays: Sequence[Any]) -> Outcome:
+    """Traces the call that was taken apart, with ``arrays`` in place of its own.
+
+    Raises:
+      NotReusableError: if what was traced holds for this call only.
+    """
+    jaxpr, spec = trace_to_jaxpr(captured, arrays)
+    spec.form = normal_form(Canonicalizer(), jaxpr).form
+    spec.exact = Canonicalizer().jaxpr(jaxpr) if CHECKS_HITS else None
+    spec.where = _logs.user_frame()
+    return Outcome(_with_residuals(jaxpr, options.residuals)(*arrays), spec)
+
+
+def trace_to_jaxpr(captured: Captured, arrays: Sequence[Any]) -> tuple[Any, OutSpec]:
+    """The closed jaxpr of the call over flat arrays, and the shape of its result."""
+    specs: list[OutSpec] = []
+
+    def flat(*arrays: Any) -> list[Any]:
+        fn, args, kwargs = captured.rebuild(arrays)
+        result = fn(*args, **kwargs)
+        _check_unchanged(fn, captured, Captured(fn, args, kwargs), captured.placed(arrays))
+        leaves, spec = _split_result(result)
+        specs.append(spec)
+        return leaves
+
+    jaxpr = jax.make_jaxpr(flat)(*arrays)
+    _check_constants(captured, jaxpr)
+    return jaxpr, specs[-1]
+
+
+def _check_unchanged(fn: Any, before: Captured, after: Captured, arrays: Sequence[Any]) -> None:
+    same = len(after.arrays) == len(arrays) and all(map(_is, after.arrays, arrays))
+    if same and after.facts == before.facts:
+        return
+    for index, fact in enumerate(after.facts):
+        if index >= len(before.facts) or before.facts[index] != fact:
+            path = after.path(index)
+            raise NotReusableError(f"the body changed {path}{_line_of_change(fn, path)}")
+    raise NotReusableError("the body changed an array that it captured")
+
+
+def _line_of_change(fn: Any, path: str) -> str:
+    function = python_function(fn)
+    if function is None:
+        return ""
+    names = re.findall(r"[^\W\d]\w*", path)  # the last is what was written
+    code = function.__code__
+    line = line_that_changes(code, names[-1] if names else "")
+    return f", at line {line} of {code.co_filename}"
+
+
+def _is(a: Any, b: Any) -> bool:
+    return a is b
+
+
+def _split_result(result: Any) -> tuple[list[Any], OutSpec]:
+    leaves, treedef = jax.tree_util.tree_flatten(_without_dicts(result))
+    arrays, constants = [], {}
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, jax.Array):
+            arrays.append(leaf)
+        elif isinstance(leaf, (bool, int, float, complex, str, bytes, np.generic, np.ndarray)):
+            constants[i] = leaf
+        else:
+            raise NotReusableError(f"the body returns a {type(leaf).__qualname__}")
+    return arrays, OutSpec(treedef, constants)
+
+
+def _check_constants(captured: Captured, jaxpr: Any) -> None:
+    """No array may have come in by a path that the walk does not know."""
+    _, consts = _jax_compat.split_jaxpr(jaxpr)
+    for const in consts:
+        if is_traced(const):
+            raise NotReusableError("the body reads a traced array that is no argument or capture")
+        if isinstance(const, jax.Array) and not any(const is known for known in captured.compared):
+            raise NotReusableError("the body reads an array from outside what can be compared")
+    if _jax_compat.rules_hold_tracers(jaxpr):
+        raise NotReusableError("a custom differentiation rule in the body closes over an array")
+
+
+def _with_residuals(jaxpr: Any, residuals: Any) -> Callable[..., Any]:
+    run = _jax_compat.jaxpr_as_fun(jaxpr)
+    if residuals == "all" or jaxpr.effects or _jax_compat.has_checkpoint(jaxpr):
+        return run
+    policies = {"auto": _jax_compat.save_what_is_dear, "none": None}
+    policy = policies[residuals] if isinstance(residuals, str) else residuals
+    # The backward pass runs in an executable of its own, where there is nothing to share with
+    # the forward pass: no barrier against common subexpressions is needed.
+    return jax.checkpoint(run, policy=policy, prevent_cse=False)
+
+
+# --- Results -----------------------------------------------------------------------------------
+
+
+class OutSpec:
+    """What belongs to a traced body besides its arrays; JAX keeps it in the trace's output tree.
+
+    Attributes:
+      treedef: of the result.
+      constants: leaves of the result that are no arrays, by position.
+      form: the body's normal form.
+      exact: its canonical form, for ``HCOMPILE_CHECK``.
+      where: the user's line that it was traced for.
+    """
+
+    __slots__ = ("constants", "exact", "form", "treedef", "where")
+
+    def __init__(self, treedef: Any, constants: dict[int, Any]):
+        self.treedef = treedef
+        self.constants = constants
+        self.form: Any = None
+        self.exact: Any = None
+        self.where = ""
+
+    def unflatten(self, arrays: Sequence[Any]) -> Any:
+        remaining = iter(arrays)
+        leaves = [
+            _own_copy(self.constants[i]) if i in self.constants else next(remaining)
+            for i in range(self.treedef.num_leaves)
+        ]
+        return _with_dicts(jax.tree_util.tree_unflatten(self.treedef, leaves))
+
+
+@jax.tree_util.register_pytree_node_class
+class _Items:
+    """A dict on its way through ``jax.tree_util``, which would sort its keys."""
+
+    def __init__(self, keys: tuple, values: Sequence[Any]):
+        self.keys = keys
+        self.values = values
+
+    def tree_flatten(self) -> tuple[Sequence[Any], tuple]:
+        return self.values, self.keys
+
+    @classmethod
+    def tree_unflatten(cls, keys: tuple, values: Sequence[Any]) -> _Items:
+        return cls(keys, values)
+
+
+def _without_dicts(tree: Any) -> Any:
+    if type(tree) is dict:
+        return _Items(tuple(tree), list(map(_without_dicts, tree.values())))
+    return type(tree)(map(_without_dicts, tree)) if type(tree) in (list, tuple) else tree
+
+
+def _with_dicts(tree: Any) -> Any:
+    if type(tree) is _Items:
+        return dict(zip(tree.keys, map(_with_dicts, tree.values), strict=True))
+    return type(tree)(map(_with_dicts, tree)) if type(tree) in (list, tuple) else tree
+
+
+def _own_copy(constant: Any) -> Any:
+    return constant.copy() if isinstance(constant, np.ndarray) else constant
+
+
+@jax.tree_util.register_pytree_node_class
+class Outcome:
+    """A body's arrays and their ``OutSpec``."""
+
+    def __init__(self, arrays: Sequence[Any], spec: OutSpec):
+        self.arrays = arrays
+        self.spec = spec
+
+    def tree_flatten(self) -> tuple[Sequence[Any], OutSpec]:
+        return tuple(self.arrays), self.spec
+
+    @classmethod
+    def tree_unflatten(cls, spec: OutSpec, arrays: Sequence[Any]) -> Outcome:
+        return cls(arrays, spec)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -94,12 +94,19 @@ def split_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return getattr(jaxpr, "jaxpr", jaxpr), consts
 
 
-def close_jaxpr(invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[JaxprEqn]) -> Any:
-    """A closed jaxpr without constants from its parts."""
+def close_jaxpr(
+    invars: Sequence[Any],
+    outvars: Sequence[Any],
+    eqns: Sequence[JaxprEqn],
+    constants: Mapping[Any, Any] = types.MappingProxyType({}),
+) -> Any:
+    """A closed jaxpr from its parts; ``constants`` are values by variable."""
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
     ins, outs = ("",) * len(invars), ("",) * len(outvars)
     info = jex.DebugInfo("hcompile", "a part of the program", ins, outs)
-    return ClosedJaxpr(Jaxpr((), tuple(invars), tuple(outvars), tuple(eqns), effects, info), ())
+    constvars, consts = tuple(constants), tuple(constants.values())
+    opened = Jaxpr(constvars, tuple(invars), tuple(outvars), tuple(eqns), effects, info)
+    return ClosedJaxpr(opened, consts)
 
 
 def input_avals(jaxpr: Any) -> list[Any]:
@@ -112,6 +119,11 @@ def output_avals(jaxpr: Any) -> list[Any]:
 
 def is_scalar(aval: Any) -> bool:
     return getattr(aval, "shape", None) == ()
+
+
+def is_float(dtype: Any) -> bool:
+    """Whether ``dtype`` is a floating point type, bfloat16 and its like included."""
+    return bool(jax.numpy.issubdtype(dtype, jax.numpy.floating))
 
 
 def abstract_argument(aval: Any) -> jax.ShapeDtypeStruct:

@@ -15,7 +15,7 @@ from ._bodies import normal_form
 from ._canonical import Canonicalizer
 from ._capture import Captured
 from ._code import line_that_changes
-from ._fingerprint import is_traced
+from ._fingerprint import is_symbolic_dim, is_traced
 from ._options import RegionOptions
 from ._reuse import NotReusableError, python_function
 
@@ -78,13 +78,16 @@ def _is(a: Any, b: Any) -> bool:
     return a is b
 
 
+_CONSTANTS = (bool, int, float, complex, str, bytes, np.generic, np.ndarray)
+
+
 def _split_result(result: Any) -> tuple[list[Any], OutSpec]:
     leaves, treedef = jax.tree_util.tree_flatten(_without_dicts(result))
     arrays, constants = [], {}
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, jax.Array):
             arrays.append(leaf)
-        elif isinstance(leaf, (bool, int, float, complex, str, bytes, np.generic, np.ndarray)):
+        elif isinstance(leaf, _CONSTANTS) or is_symbolic_dim(leaf):
             constants[i] = leaf
         else:
             raise NotReusableError(f"the body returns a {type(leaf).__qualname__}")

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.core
 import numpy as np
+from jax.export import is_symbolic_dim as is_symbolic_dim
 
 
 class Tag(enum.Enum):
@@ -24,6 +25,7 @@ class Tag(enum.Enum):
 
     ARRAY = "array"  # an input of the body
     CONSTANT = "constant"  # part of the body, equal in value and type
+    SYMBOLIC_DIM = "symbolic dimension"  # of jax.export; part of the body, equal as an expression
     MODULE = "module"  # an object with a structure of its own, which is compared; arrays lifted
     UNKNOWN = "unknown"  # the call is not eligible for reuse
 
@@ -125,6 +127,8 @@ def _constant_key(value: Any) -> Hashable | None:
         return (kind, value.dtype, value.shape, content)
     if isinstance(value, slice):
         return _sequence_key(kind, (value.start, value.stop, value.step))
+    if is_symbolic_dim(value):
+        return (Tag.SYMBOLIC_DIM, value)
     if isinstance(value, frozenset) and kind is frozenset:
         key = _sequence_key(kind, tuple(value))
         return None if key is None else (kind, frozenset(key[1:]))

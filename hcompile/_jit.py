@@ -196,9 +196,13 @@ class Traced:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._traced, name)
 
-    def lower(self) -> Lowered:
-        """Cuts the step into parts and lowers each distinct one."""
-        return self._lower(eager=False)
+    def lower(self, **options: Any) -> Any:
+        """Cuts the step into parts and lowers each distinct one.
+
+        With the options of ``jax.stages.Traced.lower`` (``jax.export`` gives some) the step is
+        lowered as one program by JAX, with one function for each region's body.
+        """
+        return self._traced.lower(**options) if options else self._lower(eager=False)
 
     def _lower(self, eager: bool) -> Lowered:
         return Lowered(self, eager)

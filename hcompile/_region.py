@@ -263,7 +263,7 @@ class _Call:
             outcome = entry.jitted(*self.captured.arrays)
         finally:
             _active.calls.pop()
-        self._spend("stamp_out", start)
+            self._spend("stamp_out", start)
         if is_new:
             _cache.add(key, entry)
         self._record(outcome.spec)

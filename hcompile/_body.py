@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,8 +16,8 @@ from . import _jax_compat, _logs
 from ._bodies import normal_form
 from ._canonical import Canonicalizer
 from ._capture import Captured
-from ._code import line_that_changes
-from ._fingerprint import is_symbolic_dim, is_traced
+from ._code import code_info, is_library, line_that_changes
+from ._fingerprint import constant, is_symbolic_dim, is_traced
 from ._options import RegionOptions
 from ._reuse import NotReusableError, python_function
 
@@ -104,6 +106,37 @@ def _check_constants(captured: Captured, jaxpr: Any) -> None:
             raise NotReusableError("the body reads an array from outside what can be compared")
     if _jax_compat.rules_hold_tracers(jaxpr):
         raise NotReusableError("a custom differentiation rule in the body closes over an array")
+    for callback in _jax_compat.callbacks(jaxpr):
+        if not _is_stateless(callback, set()):
+            # It would write to the copies that the body was traced on, or to another call's list.
+            raise NotReusableError("a callback in the body can read or write what it closes over")
+
+
+def _is_stateless(value: Any, seen: set[int]) -> bool:
+    """Whether a callback reaches only constants, classes, modules, and functions like itself."""
+    if isinstance(value, (type, types.ModuleType)) or constant(value) is not None:
+        return not isinstance(value, np.ndarray)
+    if id(value) in seen:
+        return True
+    seen.add(id(value))
+    if isinstance(value, functools.partial):
+        parts = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, types.FunctionType):
+        if is_library(value.__globals__.get("__name__")) and not value.__closure__:
+            return True
+        info = code_info(value.__code__)
+        if info.writes_cells or info.written_global or info.opaque:
+            return False
+        cells = [c.cell_contents for c in value.__closure__ or () if not _jax_compat.is_empty(c)]
+        names = [n for n in info.global_names if n in value.__globals__]
+        parts = [*cells, *(value.__globals__[n] for n in names), *(value.__defaults__ or ())]
+        parts += (value.__kwdefaults__ or {}).values()
+    else:
+        owner = getattr(value, "__self__", None)
+        return isinstance(value, types.BuiltinFunctionType) and (
+            owner is None or isinstance(owner, types.ModuleType)
+        )
+    return all(_is_stateless(part, seen) for part in parts)
 
 
 def _with_residuals(jaxpr: Any, residuals: Any) -> Callable[..., Any]:

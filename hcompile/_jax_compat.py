@@ -283,6 +283,36 @@ def rules_hold_tracers(jaxpr: Any) -> bool:
     return False
 
 
+def callbacks(jaxpr: Any) -> Iterator[Any]:
+    """The users' Python functions that the program calls while it runs."""
+    for eqn in split_jaxpr(jaxpr)[0].eqns:
+        if "callback" in eqn.params:
+            yield from _user_callables(eqn.params["callback"])
+        for sub in sub_jaxprs(eqn):
+            yield from callbacks(sub)
+
+
+def _user_callables(value: Any) -> Iterator[Any]:
+    """The user's function in JAX's wrapper of a callback: in a cell, a slot or a field."""
+    module = getattr(value, "__module__", None) or type(value).__module__
+    if module.partition(".")[0] not in ("jax", "jaxlib"):
+        if callable(value):
+            yield value
+        return
+    if isinstance(value, types.FunctionType):
+        parts = [c.cell_contents for c in value.__closure__ or () if not is_empty(c)]
+    else:
+        parts = _fields(value)
+    for part in parts:
+        yield from _user_callables(part)
+
+
+def _fields(value: Any) -> list[Any]:
+    slots = getattr(type(value), "__slots__", ())
+    found = [getattr(value, s, None) for s in slots if s != "__weakref__"]
+    return [*found, *getattr(value, "__dict__", {}).values()]
+
+
 def _reaches_tracer(value: Any, seen: set[int]) -> bool:
     """Looks through containers, closures, defaults and JAX's wrapped functions."""
     if isinstance(value, jax.core.Tracer):
@@ -304,9 +334,7 @@ def _reaches_tracer(value: Any, seen: set[int]) -> bool:
         parts += [value.func, value.args, value.keywords]
     elif type(value).__module__.partition(".")[0] == "jax" and not is_jaxpr(value):
         # A wrapped function, a boxed nondifferentiable argument: JAX keeps them in slots.
-        slots = getattr(type(value), "__slots__", ())
-        parts += [getattr(value, s, None) for s in slots if s != "__weakref__"]
-        parts += getattr(value, "__dict__", {}).values()
+        parts += _fields(value)
     return any(_reaches_tracer(part, seen) for part in parts)
 
 

@@ -113,6 +113,10 @@ class Captured:
             self._record(("the same arrays", alias), ("the arrays", None))
             self._alias = alias
 
+    def reads(self, names: Iterable[str]) -> bool:
+        """Whether reachable code names one of these; see ``_code`` for what has no name."""
+        return not self._names.isdisjoint(names)
+
     def path(self, index: int) -> str:
         """Where fact number ``index`` was found, e.g. ``self.norm.eps`` or ``arguments[0][1]``."""
         return _render(self._paths[index]) if index < len(self._paths) else "the end"

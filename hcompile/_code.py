@@ -43,6 +43,14 @@ _BY_OPCODE = {
     "FORMAT_WITH_SPEC": _FORMATTERS,
     "CONVERT_VALUE": _FORMATTERS,
 }
+# What code does without naming it.
+SUBSCRIPT, CATCH, MATCH = "<subscript>", "<except>", "<match>"
+_PSEUDO_NAMES = {
+    # Since 3.14 a subscript is one of the binary operations: all are taken for it there.
+    "BINARY_OP" if sys.version_info >= (3, 14) else "BINARY_SUBSCR": SUBSCRIPT,
+    "CHECK_EXC_MATCH": CATCH,
+    "MATCH_CLASS": MATCH,
+}
 # Classes without state or methods of their own, which do not make an instance a library's.
 PURE_BASES = (object, abc.ABC, Generic, Protocol)
 
@@ -101,6 +109,8 @@ class CodeInfo:
                 self.compares_identity = True
             elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and before is not None:
                 self.module_attributes.add((before, instruction.argval))
+            elif instruction.opname in _PSEUDO_NAMES:
+                names.add(_PSEUDO_NAMES[instruction.opname])
             before = instruction.argval if instruction.opname == "LOAD_GLOBAL" else None
             names |= _BY_OPCODE.get(instruction.opname, frozenset())
         if names & {"str", "repr", "format", "print"}:

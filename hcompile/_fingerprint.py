@@ -83,6 +83,11 @@ class Constant:
         return text if len(text) <= 60 else text[:57] + "..."
 
 
+def is_number(fact: Any, kind: type) -> bool:
+    """Whether ``fact`` is about a Python number of exactly this type."""
+    return isinstance(fact, Constant) and type(fact.shown) is kind
+
+
 def is_array(value: Any) -> bool:
     """Whether ``value`` is lifted to an input: a ``jax.Array``, which a tracer is too.
 

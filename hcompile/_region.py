@@ -23,6 +23,8 @@ import numpy as np
 from . import _body, _errors, _jax_compat, _logs
 from ._canonical import Canonicalizer, difference
 from ._capture import Captured, UnknownLeafError
+from ._code import SUBSCRIPT
+from ._fingerprint import is_number
 from ._options import Mark, RegionOptions, checked_mark, jit_name
 from ._reuse import (
     Miss,
@@ -287,7 +289,10 @@ class _Call:
             raise _errors.reuse_hash(self.name, f"it returned {number!r}")
         self._spend("hash", start)
         structure = jax.tree_util.tree_structure((self.args, self.kwargs))
-        return ("reuse hash", number, structure, len(self.captured.arrays))
+        # A layer number can pick weights from a list, which the number of arrays does not tell.
+        picks = self.captured.reads((SUBSCRIPT, "__getitem__", "itemgetter"))
+        integers = [f for f in self.captured.facts if picks and is_number(f, int)]
+        return ("reuse hash", number, structure, len(self.captured.arrays), *integers)
 
     def trace(self, arrays: Any) -> _body.Outcome:
         """Runs inside the trace that JAX makes of this call's body."""

@@ -219,6 +219,13 @@ class TestReuseHash:
         with pytest.raises(RuntimeError, match=message):
             jax.jit(f)(1.0)
 
+    @pytest.mark.parametrize("layer", [pick, pick_through_a_table], ids=lambda f: f.__name__)
+    def test_each_layer_gets_the_weights_that_its_number_picks(self, layer):
+        x = jnp.ones((3, 4))
+        f = hcompile.region(layer, reuse_hash_fn=lambda x, i: 0, max_reuse_entries=1)
+        assert_trees_close(hcompile.jit(stack(f))(x), jax.jit(stack(layer))(x))
+        assert hcompile.cache_info()[layer.__name__]["bodies"] == 1
+
     def test_another_shape_or_structure_is_another_body(self):
         f = hcompile.region(lambda x: jax.tree.map(lambda a: a * 2, x), reuse_hash_fn=KEY)
         out = jax.jit(lambda x, y: (f(x), f(y), f([x, y])))(jnp.ones(2), jnp.ones(3))

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.core
 import numpy as np
-from jax.export import is_symbolic_dim as is_symbolic_dim
+from jax import export
 
 
 class Tag(enum.Enum):
@@ -95,6 +95,11 @@ def is_array(value: Any) -> bool:
     own dtypes. It is a constant.
     """
     return isinstance(value, jax.Array)
+
+
+def is_symbolic_dim(value: Any) -> bool:
+    """Whether ``value`` is a dimension, or an expression of such, of ``jax.export``'s shapes."""
+    return export.is_symbolic_dim(value)
 
 
 def is_traced(value: Any) -> bool:

@@ -34,6 +34,7 @@ from ._reuse import (
     ReuseEntry,
     check_new_is_allowed,
     current_program,
+    explain_hash_miss,
     explain_miss,
     function_key,
 )
@@ -255,7 +256,7 @@ class _Call:
         entry = _cache.find(key, facts)
         is_new = entry is None
         if entry is None:
-            self.miss = explain_miss(_cache.latest(key), self.captured, _logs.user_frame())
+            self.miss = self._explain(_cache.latest(key), facts)
             entry = ReuseEntry(facts, _new_body(self.name, self.mark))
         start = self._spend("lookup", start)
         _active.calls.append(self)
@@ -270,6 +271,11 @@ class _Call:
             _cache.add(key, entry)
         self._record(outcome.spec)
         return outcome
+
+    def _explain(self, latest: ReuseEntry | None, facts: tuple) -> Miss:
+        if self.mark.reuse_hash_fn is not None:
+            return explain_hash_miss(latest, facts, _logs.user_frame())
+        return explain_miss(latest, self.captured, _logs.user_frame())
 
     def _spend(self, phase: str, since: float) -> float:
         now = time.perf_counter()

@@ -295,6 +295,18 @@ def explain_miss(old: ReuseEntry | None, captured: Any, where: str) -> Miss:
     return Miss("structure", "the call has fewer captured values than the cached one", where)
 
 
+def explain_hash_miss(old: ReuseEntry | None, facts: tuple[Any, ...], where: str) -> Miss:
+    """The same for a region with a ``reuse_hash_fn``, whose facts are not those of a walk."""
+    if old is None:
+        return Miss("first call", "first call", where)
+    names = ("", "the number of reuse_hash_fn", "the arguments' structure", "the number of arrays")
+    for name, before, now in zip(names, old.facts, facts, strict=False):
+        if before != now:
+            reason = "hash" if name == names[1] else "structure"
+            return Miss(reason, f"{name} was {before} and is now {now}", where)
+    return Miss("constant", "an integer that may pick from a container differs", where)
+
+
 def _kind(before: Any, fact: Any) -> str:
     if isinstance(before, Constant) and isinstance(fact, Constant):
         return "constant"

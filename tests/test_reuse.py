@@ -262,6 +262,8 @@ class TestReuseHash:
         assert jax.jit(lambda x: f(x))(1.0) == 1
         model.kind = 2
         assert jax.jit(lambda x: f(x))(1.0) == 2
+        (info,) = hcompile.cache_info().values()
+        assert "the number of reuse_hash_fn was 1 and is now 2" in info["explanations"][0]
 
 
 def KEY(x):

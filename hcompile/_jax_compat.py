@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -75,6 +76,26 @@ def _hcompile_context():
 def context_token() -> ContextToken:
     """The token of the current context; about the cost of one empty jitted call. Eager only."""
     return _hcompile_context()
+
+
+_SETTINGS = (
+    "jax_default_prng_impl",
+    "jax_enable_custom_prng",
+    "jax_high_dynamic_range_gumbel",
+    "jax_random_seed_offset",
+    "jax_softmax_custom_jvp",
+)
+_read_settings = operator.attrgetter(*(name for name in _SETTINGS if hasattr(jax.config, name)))
+
+
+def settings() -> tuple[Any, ...]:
+    """What a trace can depend on and JAX leaves out of its own keys."""
+    return _read_settings(jax.config)
+
+
+def looks_for_nans() -> bool:
+    """Whether JAX checks every result, and runs a failing program again operation by operation."""
+    return jax.config.jax_debug_nans or jax.config.jax_debug_infs
 
 
 # --- Jaxprs -----------------------------------------------------------------------------------

@@ -102,6 +102,8 @@ class Jitted:
                 return self._unmarked(*args, **kwargs)
             if not _jax_compat.is_eager() or jax.config.jax_disable_jit:
                 return self._jitted(*args, **kwargs)
+            if self._programs and _jax_compat.looks_for_nans():
+                return self._jitted(*args, **kwargs)
             signature = Signature(self._statics, args, kwargs)
             compiled = self._find(signature)
             if compiled is None:
@@ -345,7 +347,7 @@ class Lowered:
         if jaxpr.effects:
             effects = ", ".join(sorted(map(str, jaxpr.effects)))
             raise _CannotSplit(f"it has effects ({effects})")
-        if jax.config.jax_debug_nans or jax.config.jax_debug_infs:
+        if _jax_compat.looks_for_nans():
             raise _CannotSplit("jax_debug_nans looks inside the whole program")
         if len(jaxpr.invars) != len(self._traced._signature.leaves):
             raise _CannotSplit("its inputs are not its array arguments one by one")

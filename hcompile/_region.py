@@ -275,7 +275,7 @@ class _Call:
     def _explain(self, latest: ReuseEntry | None, facts: tuple) -> Miss:
         if self.mark.reuse_hash_fn is not None:
             return explain_hash_miss(latest, facts, _logs.user_frame())
-        return explain_miss(latest, self.captured, _logs.user_frame())
+        return explain_miss(latest, facts, self.captured.path, _logs.user_frame())
 
     def _spend(self, phase: str, since: float) -> float:
         now = time.perf_counter()
@@ -285,7 +285,7 @@ class _Call:
 
     def _facts(self) -> tuple:
         if self.mark.reuse_hash_fn is None:
-            return tuple(self.captured.facts)
+            return (*self.captured.facts, _jax_compat.settings())
         start = time.perf_counter()
         try:
             number = self.mark.reuse_hash_fn(*self.args, **self.kwargs)
@@ -298,7 +298,8 @@ class _Call:
         # A layer number can pick weights from a list, which the number of arrays does not tell.
         picks = self.captured.reads((SUBSCRIPT, "__getitem__", "itemgetter"))
         integers = [f for f in self.captured.facts if picks and is_number(f, int)]
-        return ("reuse hash", number, structure, len(self.captured.arrays), *integers)
+        settings = _jax_compat.settings()
+        return ("reuse hash", number, structure, len(self.captured.arrays), settings, *integers)
 
     def trace(self, arrays: Any) -> _body.Outcome:
         """Runs inside the trace that JAX makes of this call's body."""

@@ -34,6 +34,7 @@ import collections
 import contextlib
 import dataclasses
 import inspect
+import itertools
 import threading
 import types
 import weakref
@@ -283,23 +284,32 @@ def function_key(fn: Callable[..., Any]) -> Hashable | None:
     return None if function is None else (Same(function.__code__), id(function.__globals__))
 
 
-def explain_miss(old: ReuseEntry | None, captured: Any, where: str) -> Miss:
+def explain_miss(
+    old: ReuseEntry | None, facts: tuple[Any, ...], path: Callable[[int], str], where: str
+) -> Miss:
     """The first fact in which a call differs from the latest cached one of its function."""
     if old is None:
         return Miss("first call", "first call", where)
-    for index, fact in enumerate(captured.facts):
-        before = old.facts[index] if index < len(old.facts) else "nothing"
+    *old_facts, old_settings = old.facts
+    *new_facts, settings = facts
+    for index, (before, fact) in enumerate(itertools.zip_longest(old_facts, new_facts)):
         if before != fact:
-            text = f"{captured.path(index)} was {before!r} and is now {fact!r}"
+            text = f"{path(index)} was {before!r} and is now {fact!r}"
             return Miss(_kind(before, fact), text, where)
-    return Miss("structure", "the call has fewer captured values than the cached one", where)
+    return Miss("avals", f"JAX's settings were {old_settings} and are now {settings}", where)
 
 
 def explain_hash_miss(old: ReuseEntry | None, facts: tuple[Any, ...], where: str) -> Miss:
     """The same for a region with a ``reuse_hash_fn``, whose facts are not those of a walk."""
     if old is None:
         return Miss("first call", "first call", where)
-    names = ("", "the number of reuse_hash_fn", "the arguments' structure", "the number of arrays")
+    names = (
+        "",
+        "the number of reuse_hash_fn",
+        "the arguments' structure",
+        "the number of arrays",
+        "JAX's settings",
+    )
     for name, before, now in zip(names, old.facts, facts, strict=False):
         if before != now:
             reason = "hash" if name == names[1] else "structure"

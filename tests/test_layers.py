@@ -34,6 +34,7 @@ LAYERS = [
     "hcompile/_executables.py",
     "hcompile/_progress.py",
     "hcompile/_bodies.py",
+    "hcompile/_numbers.py",
     "hcompile/_canonical.py",
     "hcompile/_options.py",
     "hcompile/_logs.py",

@@ -49,7 +49,10 @@ class Body:
 
 
 def normal_form(
-    canonicalizer: Canonicalizer, jaxpr: Any, literal_inputs: Sequence[bool] = ()
+    canonicalizer: Canonicalizer,
+    jaxpr: Any,
+    literal_inputs: Sequence[bool] = (),
+    opens_calls: bool = True,
 ) -> Body:
     """The body of a closed jaxpr without effects.
 
@@ -57,12 +60,13 @@ def normal_form(
       canonicalizer: where forms are kept.
       jaxpr: the body as it was traced, or as a transformation made it.
       literal_inputs: inputs that the caller passes literals for, treated as literals of the body.
+      opens_calls: whether plain calls are opened. What is to be differentiated still needs them.
     """
     opened, consts = _jax_compat.split_jaxpr(jaxpr)
     inputs = [_Input(v.aval, i) for i, v in enumerate(opened.invars)]
     for number, is_literal in zip(inputs, literal_inputs, strict=False):
         number.is_literal = is_literal
-    expanded = _Expansion()
+    expanded = _Expansion(opens_calls)
     outputs = expanded.run(opened, consts, inputs, None)
     results: list[tuple[str, Any]] = []
     made: dict[Any, int] = {}
@@ -109,7 +113,8 @@ class _Input:
 class _Expansion:
     """The equations of a jaxpr with plain calls opened, over inputs, fresh variables, literals."""
 
-    def __init__(self) -> None:
+    def __init__(self, opens_calls: bool) -> None:
+        self._opens_calls = opens_calls
         self.eqns: list[tuple[Any, list[Any], list[Any]]] = []
         self._sizes: dict[int, int] = {}
         self._closed: dict[int, _Input] = {}
@@ -126,7 +131,7 @@ class _Expansion:
         for eqn in jaxpr.eqns:
             ins = list(map(read, eqn.invars))
             scoped = eqn if outer is None else _jax_compat.within_scope(eqn, outer)
-            inner = _jax_compat.inlinable_jaxpr(eqn)
+            inner = _jax_compat.inlinable_jaxpr(eqn) if self._opens_calls else None
             if inner is not None and self._size(inner) <= _MAX_EQUATIONS:
                 outs = self.run(*_jax_compat.split_jaxpr(inner), ins, scoped)
             else:

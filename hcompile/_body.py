@@ -6,26 +6,28 @@ import functools
 import os
 import re
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from . import _jax_compat, _logs
-from ._bodies import normal_form
+from ._bodies import Body, Closed, normal_form, with_literals
 from ._canonical import Canonicalizer
 from ._capture import Captured
 from ._code import code_info, is_library, line_that_changes
 from ._fingerprint import constant, is_symbolic_dim, is_traced
-from ._options import RegionOptions
+from ._options import RegionOptions, jit_name
 from ._reuse import NotReusableError, python_function
 
 # Whether each hit is traced again, and compared with the body that serves it.
 CHECKS_HITS = os.environ.get("HCOMPILE_CHECK") == "1"
 
 
-def trace(captured: Captured, options: RegionOptions, arrays: Sequence[Any]) -> Outcome:
+def trace(
+    captured: Captured, options: RegionOptions, arrays: Sequence[Any], twins: Twins
+) -> Outcome:
     """Traces the call that was taken apart, with ``arrays`` in place of its own.
 
     Raises:
@@ -35,7 +37,7 @@ def trace(captured: Captured, options: RegionOptions, arrays: Sequence[Any]) -> 
     spec.form = normal_form(Canonicalizer(), jaxpr).form
     spec.exact = Canonicalizer().jaxpr(jaxpr) if CHECKS_HITS else None
     spec.where = _logs.user_frame()
-    return Outcome(_with_residuals(jaxpr, options.residuals)(*arrays), spec)
+    return Outcome(twins.run(jaxpr, options, arrays), spec)
 
 
 def trace_to_jaxpr(captured: Captured, arrays: Sequence[Any]) -> tuple[Any, OutSpec]:
@@ -137,6 +139,84 @@ def _is_stateless(value: Any, seen: set[int]) -> bool:
             owner is None or isinstance(owner, types.ModuleType)
         )
     return all(_is_stateless(part, seen) for part in parts)
+
+
+# --- Bodies that were traced apart and are one ---------------------------------------------
+
+
+class Twins:
+    """The bodies of one function, so that one equal to an earlier one becomes a call of that.
+
+    Entries are apart where facts differ: a layer's number, its name, which weights it picks. Where
+    the traces are equal but for literals and for the inputs they read, the later ones share one
+    nested jit, with the literals that differ as inputs. JAX then differentiates and lowers it once.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._known: dict[Hashable, _Twin] = {}
+
+    def run(self, jaxpr: Any, options: RegionOptions, arrays: Sequence[Any]) -> Sequence[Any]:
+        """The results of a traced body on these arrays."""
+        if jaxpr.effects:
+            return _with_residuals(jaxpr, options.residuals)(*arrays)
+        forms = Canonicalizer(keep_rules=True)
+        body = normal_form(forms, jaxpr, opens_calls=False)
+        twin = self._known.get(body.form)
+        if twin is None or any(kind == "value" for kind, _ in body.results):
+            if len(self._known) < _MAX_TWINS:
+                self._known[body.form] = _Twin(body, forms)
+            return _with_residuals(jaxpr, options.residuals)(*arrays)
+        outputs = twin.call(body, options, self._name, arrays)
+        return [outputs[i] if kind == "output" else arrays[i] for kind, i in body.results]
+
+
+_MAX_TWINS = 64
+
+
+class _Twin:
+    """A body in normal form, and its jitted versions by which literals are inputs."""
+
+    def __init__(self, first: Body, forms: Canonicalizer):
+        self._first = first
+        self._forms = forms
+        self._varying: frozenset[int] = frozenset()
+        self._jitted: dict[frozenset[int], Any] = {}
+
+    def call(
+        self, body: Body, options: RegionOptions, name: str, arrays: Sequence[Any]
+    ) -> Sequence[Any]:
+        pairs = zip(self._first.sources, body.sources, strict=True)
+        self._varying |= {i for i, (mine, other) in enumerate(pairs) if not self._same(mine, other)}
+        varying = self._varying
+        if varying not in self._jitted:
+            fixed = {
+                i: source
+                for i, source in enumerate(self._first.sources)
+                if isinstance(source, _jax_compat.Literal) and i not in varying
+            }
+            jaxpr = with_literals(self._first.jaxpr, fixed)
+            run = _with_residuals(jaxpr, options.residuals)
+            self._jitted[varying] = _jax_compat.make_jitted(
+                lambda *arrays: run(*arrays), jit_name(name, options)
+            )
+        operands = [
+            _operand(source, arrays)
+            for i, source in enumerate(body.sources)
+            if i in varying or not isinstance(source, _jax_compat.Literal)
+        ]
+        return self._jitted[varying](*operands)
+
+    def _same(self, mine: Any, other: Any) -> bool:
+        if not isinstance(mine, _jax_compat.Literal):
+            return True  # an input either way
+        return self._forms.literal(mine) == self._forms.literal(other)
+
+
+def _operand(source: Any, arrays: Sequence[Any]) -> Any:
+    if isinstance(source, int):
+        return arrays[source]
+    return source.value if isinstance(source, Closed) else _jax_compat.literal_value(source)
 
 
 def _with_residuals(jaxpr: Any, residuals: Any) -> Callable[..., Any]:

@@ -43,9 +43,14 @@ class Canonical:
 
 
 class Canonicalizer:
-    """Canonical forms for the jaxprs of one program; a shared jaxpr object is read once."""
+    """Canonical forms for the jaxprs of one program; a shared jaxpr object is read once.
 
-    def __init__(self) -> None:
+    With ``keep_rules`` the differentiation rules and policies in it are part of the form, by
+    identity: equal forms then also differentiate alike.
+    """
+
+    def __init__(self, keep_rules: bool = False) -> None:
+        self._keep_rules = keep_rules
         # By identity; the object is kept, so that its id stays taken.
         self._known: dict[int, tuple[Any, Canonical]] = {}
         self._operations: dict[int, tuple[Any, Canonical]] = {}
@@ -108,7 +113,7 @@ class Canonicalizer:
         """What an equation does, whatever it reads and writes."""
         known = self._operations.get(id(eqn))
         if known is None:
-            params = _jax_compat.lowered_params(eqn)
+            params = eqn.params if self._keep_rules else _jax_compat.lowered_params(eqn)
             values = tuple((key, self._value(params[key])) for key in sorted(params))
             form = Canonical((eqn.primitive, values, _jax_compat.equation_context(eqn)))
             known = self._operations[id(eqn)] = (eqn, form)

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.core
 import jax.extend.core as jex
+import numpy as np
 from jax.extend.core import ClosedJaxpr as ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 from jax.extend.core import Jaxpr as Jaxpr
 from jax.extend.core import JaxprEqn as JaxprEqn
@@ -140,6 +141,12 @@ def output_avals(jaxpr: Any) -> list[Any]:
 
 def is_scalar(aval: Any) -> bool:
     return getattr(aval, "shape", None) == ()
+
+
+def literal_value(literal: Any) -> Any:
+    """What to pass for a literal: a Python number if it is weakly typed."""
+    value = np.asarray(literal.val, literal.aval.dtype)
+    return value.item() if getattr(literal.aval, "weak_type", False) else value
 
 
 def is_float(dtype: Any) -> bool:

@@ -251,7 +251,8 @@ class _Call:
         start = time.perf_counter()
         self.captured = Captured(self.fn, self.args, self.kwargs)
         self._spend("lookup", start)
-        key, facts = (key, self.mark), self._facts()
+        self.key = key = (key, self.mark)
+        facts = self._facts()
         start = time.perf_counter()
         entry = _cache.find(key, facts)
         is_new = entry is None
@@ -312,7 +313,8 @@ class _Call:
             _warn_once(self.name, self.mark.options)
         start = time.perf_counter()
         try:
-            return _body.trace(self.captured, self.mark.options, arrays)
+            twins = _cache.companion(self.key, lambda: _body.Twins(self.name))
+            return _body.trace(self.captured, self.mark.options, arrays, twins)
         finally:
             took = self._spend("trace", start) - start
             for stats in self.stats:

@@ -209,6 +209,7 @@ class ReuseCache:
             collections.OrderedDict()
         )
         self._latest: dict[Any, ReuseEntry] = {}
+        self._companions: dict[Any, Any] = {}
 
     def find(self, key: tuple[Any, Hashable], facts: tuple[Hashable, ...]) -> ReuseEntry | None:
         with self._lock:
@@ -220,6 +221,13 @@ class ReuseCache:
     def latest(self, key: tuple[Any, Hashable]) -> ReuseEntry | None:
         """The entry last added for a function: what a miss is explained against."""
         return self._latest.get(key)
+
+    def companion(self, key: tuple[Any, Hashable], make: Callable[[], Any]) -> Any:
+        """Something that is kept with a key's entries, made at the first call."""
+        with self._lock:
+            if key not in self._companions:
+                self._companions[key] = make()
+            return self._companions[key]
 
     def add(self, key: tuple[Any, Hashable], entry: ReuseEntry) -> None:
         (code, _), _ = key
@@ -243,8 +251,9 @@ class ReuseCache:
     def _drop(self, wanted: Callable[[tuple[Any, Hashable]], bool]) -> None:
         for entry in [e for e in self._entries if wanted(e[0])]:
             del self._entries[entry]
-        for key in [k for k in self._latest if wanted(k)]:
-            del self._latest[key]
+        for table in (self._latest, self._companions):
+            for key in [k for k in table if wanted(k)]:
+                del table[key]
 
     def _forget_gone(self) -> None:
         gone = set()

@@ -105,6 +105,28 @@ class TestLayerNumbers:
         got = hcompile.jit(stack(hcompile.region(layer)))(x)
         assert_trees_close(got, jax.jit(stack(layer))(x))
 
+    @pytest.mark.parametrize("layer", [scale, pick_inside, named], ids=lambda f: f.__name__)
+    def test_traces_that_are_equal_become_one_jaxpr(self, layer):
+        jaxpr = jax.make_jaxpr(stack(hcompile.region(layer)))(jnp.ones((3, 4)))
+        calls = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "jit"]
+        assert len(calls) == N
+        inner = [next(iter(eqn.params["jaxpr"].eqns)).params.get("jaxpr") for eqn in calls[1:]]
+        assert len(set(map(id, inner))) == 1
+
+    def test_rules_of_differentiation_keep_bodies_apart(self):
+        def layer(x, factor):
+            @jax.custom_jvp
+            def f(x):
+                return jnp.sin(x)
+
+            f.defjvp(lambda p, t: (f(*p), factor * t[0]))
+            return f(x)
+
+        marked = hcompile.region(layer)
+        for step in (jax.jit, hcompile.jit):
+            got = step(jax.grad(lambda x: marked(marked(marked(x, 2.0), 3.0), 5.0)))(1.0)
+            assert got == 30
+
     def test_a_second_program_traces_nothing(self):
         layer = hcompile.region(pick)
         x = jnp.ones((3, 4))

@@ -11,12 +11,14 @@ import enum
 import hashlib
 import types
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
 import jax.core
 import numpy as np
+
+_Tracer = jax.core.Tracer
 
 
 class Tag(enum.Enum):
@@ -27,27 +29,36 @@ class Tag(enum.Enum):
     MODULE = "module"  # an object with a structure of its own, which is compared; arrays lifted
     UNKNOWN = "unknown"  # the call is not eligible for reuse
 
+    __hash__ = object.__hash__  # in C, unlike that of Enum
+
 
 class Same:
-    """A fact that holds for one object only, by identity. Does not keep the object alive."""
+    """A fact that holds for one object only, by identity. Does not keep the object alive.
 
-    __slots__ = ("_hash", "_ref")
+    A live object has one ``Same``, so that facts are hashed and compared by identity, in C.
+    """
 
-    def __init__(self, value: Any):
+    __slots__ = ("_ref",)
+    _ref: Callable[[], Any]
+
+    def __new__(cls, value: Any) -> Same:
+        known = _sames.get(id(value))
+        if known is not None and known._ref() is value:
+            return known
+        key = id(value)
         try:
-            self._ref = weakref.ref(value)
-        except TypeError:  # no weak references: keeping it alive keeps its id from being reused
-            self._ref = lambda: value
-        self._hash = id(value)
+            ref = weakref.ref(value, lambda ref: _forget(key, ref))
+        except TypeError:
+            return _Held(value)
+        self = object.__new__(cls)
+        self._ref = ref
+        _sames[key] = self
+        return self
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Same):
-            return NotImplemented
-        mine = self._ref()
-        return mine is not None and mine is other._ref()
-
-    def __hash__(self) -> int:
-        return self._hash
+    @property
+    def value(self) -> Any:
+        """The object; None if it is gone."""
+        return self._ref()
 
     def __repr__(self) -> str:
         value = self._ref()
@@ -57,24 +68,52 @@ class Same:
         return f"{name or type(value).__name__} at {id(value):#x}"
 
 
-class Constant:
-    """A fact about a value and its type; ``nan`` equals itself, ``0.0`` does not equal ``-0.0``."""
+class _Held(Same):
+    """Of an object without weak references: keeping it alive keeps its id from being reused."""
 
-    __slots__ = ("key", "shown")
+    __slots__ = ()
 
-    def __init__(self, key: Hashable, shown: Any):
-        self.key = key
-        self.shown = shown
+    def __new__(cls, value: Any) -> Same:
+        self = object.__new__(cls)
+        self._ref = lambda: value
+        return self
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Constant) and other.key == self.key
+        return isinstance(other, _Held) and self._ref() is other._ref()
 
     def __hash__(self) -> int:
-        return hash(self.key)
+        return id(self._ref())
+
+
+# By id, which may be another object's by now: whoever reads an entry compares the object too.
+_sames: dict[int, Same] = {}
+
+
+def _forget(key: int, ref: Any) -> None:
+    known = _sames.get(key)
+    if known is not None and known._ref is ref:
+        del _sames[key]
+
+
+class Constant(tuple):
+    """A fact about a value and its type; ``nan`` equals itself, ``0.0`` does not equal ``-0.0``.
+
+    A tuple, whose hash and equality are C's, of the type and what tells values of it apart.
+    """
+
+    shown: Any
+
+    @property
+    def key(self) -> Hashable:
+        return self
 
     def __repr__(self) -> str:
         text = repr(self.shown)
         return text if len(text) <= 60 else text[:57] + "..."
+
+
+# What JAX's own check, which is slow, says of JAX's types. Of a tracer it looks at the aval's.
+_array_types: dict[Any, bool] = {}
 
 
 def is_array(value: Any) -> bool:
@@ -83,15 +122,23 @@ def is_array(value: Any) -> bool:
     Not a NumPy array: Python code can branch on it, write to it, and compute with it in NumPy's
     own dtypes. It is a constant.
     """
-    return isinstance(value, jax.Array)
+    kind = type(value)
+    known = _array_types.get((kind, type(value.aval)) if issubclass(kind, _Tracer) else kind)
+    if known is None:
+        known = isinstance(value, jax.Array)
+        if issubclass(kind, _Tracer):
+            _array_types[kind, type(value.aval)] = known
+        elif known and kind.__module__.partition(".")[0] in ("jax", "jaxlib"):
+            _array_types[kind] = known
+    return known
 
 
 def is_traced(value: Any) -> bool:
-    return isinstance(value, jax.core.Tracer)
+    return isinstance(value, _Tracer)
 
 
 # Immutable, and equal only when interchangeable. A subclass can hold attributes: no constant.
-_PLAIN = frozenset({bool, int, str, bytes, types.NoneType, types.EllipsisType, range})
+PLAIN = frozenset({bool, int, str, bytes, types.NoneType, types.EllipsisType, range})
 _BY_VALUE = (
     enum.Enum,
     np.dtype,
@@ -105,17 +152,23 @@ _BY_VALUE = (
 def constant(value: Any) -> Constant | None:
     """The fact for ``value`` if it is a constant, else None."""
     key = _constant_key(value)
-    return None if key is None else Constant(key, value)
+    if key is None:
+        return None
+    fact = Constant(key)
+    fact.shown = value
+    return fact
 
 
-def _constant_key(value: Any) -> Hashable | None:
+def _constant_key(value: Any) -> tuple | None:
     kind = type(value)
-    if kind in _PLAIN or isinstance(value, _BY_VALUE):
+    if kind in PLAIN:
         return (kind, value)
     if kind in (float, complex):
         return (kind, repr(value))  # repr tells nan, -0.0 and every digit apart
+    if isinstance(value, _BY_VALUE):
+        return (kind, value)
     if isinstance(value, np.generic) and not value.dtype.hasobject:
-        return (kind, value.tobytes())
+        return (kind, value.dtype, value.tobytes())
     if kind is np.ndarray and not value.dtype.hasobject:
         content = hashlib.blake2b(np.ascontiguousarray(value)).digest()
         return (kind, value.dtype, value.shape, content)

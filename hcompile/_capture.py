@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -64,9 +65,10 @@ class UnknownLeafError(Exception):
 
 
 _MAX_NODES = 100_000
+_STRINGS = frozenset({str})
 # Constants that are their own facts: none of them equals one of another type, or another fact.
 _RAW = frozenset({int, str, bytes, types.NoneType, types.EllipsisType})
-_ARRAY = Tag.ARRAY
+_ARRAY, _MODULE = Tag.ARRAY, Tag.MODULE
 _flatten_one_level: Any = jax.tree_util.default_registry.flatten_one_level
 
 
@@ -74,18 +76,14 @@ _flatten_one_level: Any = jax.tree_util.default_registry.flatten_one_level
 
 
 class _Namespace:
-    """An object, class or module of which only the attributes that code names are walked.
+    """An object, class or module of which only the attributes that code names are walked."""
 
-    ``all_names``: an instance of a library's class, whose own code is not read, counts whole.
-    """
+    __slots__ = ("checked", "node", "path", "replaceable", "seen")
 
-    __slots__ = ("all_names", "checked", "node", "path", "replaceable", "seen")
-
-    def __init__(self, node: Node, path: Any, replaceable: bool, all_names: bool = False):
+    def __init__(self, node: Node, path: Any, replaceable: bool):
         self.node = node
         self.path = path
         self.replaceable = replaceable
-        self.all_names = all_names
         self.seen: set[str] = set()
         self.checked = -1  # how many names were known when it was last looked at
 
@@ -126,7 +124,8 @@ class Captured:
         self._nodes: list[Node] = []  # keeps alive what is known by its id
         self._known: tuple[dict[int, Node], dict[int, Node]] = ({}, {})  # [replaceable]
         self._visitors = _VISITORS.copy()
-        self._classes: set[int] = set()
+        self._classes: dict[int, tuple[Same, bool]] = {}
+        self._noted: set[int] = set()
         self._namespaces: list[_Namespace] = []
         self._shared: list[tuple[Any, str, Any]] = []
         self._contents: list[tuple[Any, Any]] = []
@@ -153,11 +152,9 @@ class Captured:
     def rebuild(self, arrays: Sequence[Any]) -> tuple[Callable[..., Any], tuple, dict[str, Any]]:
         """``(fn, args, kwargs)`` with ``arrays`` in the places of ``self.arrays``."""
         rebuilder = Rebuilder(self.placed(arrays), self._nodes)
-        fn, args, kwargs = (
-            old if part is None else rebuilder(part)
-            for old, part in zip(self._call, self._parts, strict=True)
-        )
-        return fn, args, kwargs
+        pairs = zip(self._call, self._parts, strict=True)
+        call: Any = tuple(old if part is None else rebuilder(part) for old, part in pairs)
+        return call
 
     def placed(self, arrays: Sequence[Any]) -> Sequence[Any]:
         """``arrays`` as the body sees them: one for each group that is one here, if it can tell."""
@@ -201,6 +198,10 @@ class Captured:
         """Visits ``(key, value)`` pairs, found at ``(where, key)``."""
         found: dict[Hashable, Part] = {}
         for key, value in parts:
+            if type(value) in _RAW:  # as in ``_visit``; most are
+                self.facts.append(value)
+                self._paths.append((where, key))
+                continue
             part = self._visit(value, (where, key), replaceable)
             if part is not None:
                 found[key] = part
@@ -223,27 +224,33 @@ class Captured:
             return Captured._visit_module
         if isinstance(value, type):
             return Captured._visit_class
-        return Captured._visit_other
-
-    def _visit_other(self, value: Any, path: Any, replaceable: bool) -> Part | None:
-        fact = constant(value)
-        if fact is not None:
-            self._record(fact, path)
-            return self._copied_array(value) if isinstance(value, np.ndarray) else None
-        if len(self._nodes) + len(self.arrays) > _MAX_NODES:
-            raise UnknownLeafError(f"{_render(path)} leads to over {_MAX_NODES} objects")
-        flat = _flatten_one_level(value)
-        if flat is not None:
-            return self._visit_pytree(value, flat, path, replaceable)
+        if isinstance(value, _PERHAPS_CONSTANT):
+            return Captured._visit_perhaps_constant
+        if constant(value) is not None:
+            return Captured._visit_constant
+        if not jax.tree_util.all_leaves((value,)):
+            return Captured._visit_pytree
         if callable(value) and is_library(type(value).__module__):
-            return self._visit_library_callable(value, path, replaceable)
-        return self._visit_object(value, path, replaceable)
+            return Captured._visit_library_callable
+        return Captured._visit_object
+
+    def _visit_constant(self, value: Any, path: Any, replaceable: bool) -> None:
+        self._record(constant(value), path)
+
+    def _visit_perhaps_constant(self, value: Any, path: Any, replaceable: bool) -> Part | None:
+        fact = constant(value)
+        if fact is None:
+            raise UnknownLeafError(f"{_render(path)} is a {type(value).__name__} of objects")
+        self._record(fact, path)
+        return self._copied_array(value) if isinstance(value, np.ndarray) else None
 
     def _record(self, fact: Hashable, path: Any) -> None:
         self.facts.append(fact)
         self._paths.append(path)
 
     def _add(self, value: Any, replaceable: bool, mutable: bool = False) -> Node:
+        if len(self._nodes) > _MAX_NODES:
+            raise UnknownLeafError(f"it leads to over {_MAX_NODES} objects")
         node = Node(value, len(self._nodes), mutable)
         self._known[replaceable][id(value)] = node
         self._nodes.append(node)
@@ -286,7 +293,7 @@ class Captured:
         node = self._add(fn, replaceable)
         node.blank, node.fill = blank_function, fill_function
         code = fn.__code__
-        self._record(Same(code), path)
+        self._record((Same(code), len(fn.__defaults__ or ())), path)
         visible = []
         if not library:
             info = self._note_code(code, path)
@@ -366,7 +373,7 @@ class Captured:
         node.blank, node.fill = blank_dict, fill_dict
         self._remember_contents(value, replaceable)
         keys: tuple[Hashable, ...] = tuple(value)
-        if not all(type(key) is str for key in keys):
+        if not _STRINGS.issuperset(map(type, keys)):
             keys = tuple(self._key_fact(key, path) for key in keys)
         kinds = tuple(map(type, value.values()))
         if PLAIN.issuperset(kinds):
@@ -393,27 +400,26 @@ class Captured:
         if not replaceable and isinstance(value, (list, dict)):
             self._contents.append((value, value.copy()))
 
-    def _visit_pytree(self, value: Any, flat: Any, path: Any, replaceable: bool) -> Node:
+    def _visit_pytree(self, value: Any, path: Any, replaceable: bool) -> Node:
         """One level of a pytree: its parts, and what its class keeps beside them."""
-        kind, (children, beside) = type(value), flat
+        kind, (children, beside) = type(value), _flatten_one_level(value)
         node = self._add(value, replaceable, mutable=True)
         node.fill = fill_pytree
-        self._remember_contents(value, replaceable)
+        if not replaceable:
+            self._remember_contents(value, replaceable)
+        plain = beside is None or beside is kind  # a named tuple's is its class
+        exact = None if plain else _exact(beside)
         children = tuple(children)
-        self._record((Tag.MODULE, Same(kind), len(children)), path)
+        fact, _ = self._note_classes(kind, path)
+        self._record((_MODULE, fact, len(children), exact), path)
         node.parts = self._visit_parts((path, value), enumerate(children), replaceable)
-        if beside is not None and beside is not kind:  # a named tuple's is its class
+        if exact is None and not plain:
             self._visit_beside(beside, path)
-        self._note_classes(kind, path)
         return node
 
     def _visit_beside(self, beside: Any, path: Any) -> None:
         """Static data of a pytree node: ``==`` holds for ``1`` and ``1.0``, and an object in it can
         change. What cannot be walked is left to the ``==`` of the treespec."""
-        exact = _exact(beside)
-        if exact is not None:
-            self._record(exact, path)
-            return
         self._record(_Beside(beside), path)
         count = len(self.facts)
         try:
@@ -466,26 +472,39 @@ class Captured:
 
     def _visit_object(self, value: Any, path: Any, replaceable: bool) -> Node:
         kind = type(value)
-        if instance_attributes(value) is None:
+        attributes = instance_attributes(value)
+        if attributes is None:
             raise UnknownLeafError(f"{_render(path)} is a {kind.__qualname__}: unknown equality")
         node = self._add(value, replaceable, mutable=True)
-        self._record((Tag.MODULE, Same(kind)), path)
         node.blank, node.fill = blank_object, fill_object
-        library = any(
-            is_library(base.__module__) for base in kind.__mro__ if base not in PURE_BASES
-        )
-        self._namespaces.append(_Namespace(node, path, replaceable, library))
-        self._note_classes(kind, path)
+        fact, has_library = self._note_classes(kind, path)
+        if has_library:  # whose code is not read: the object counts whole
+            names = sorted(attributes)
+            self._record((_MODULE, fact, *names), path)
+            parts = [(name, attributes[name]) for name in names]
+            node.parts = self._visit_parts(path, parts, replaceable)
+        else:
+            self._record((_MODULE, fact), path)
+            self._namespaces.append(_Namespace(node, path, replaceable))
         return node
 
-    def _note_classes(self, kind: type, path: Any) -> None:
-        """Classes whose methods the body may run: what their code reads counts too."""
-        if id(kind) not in self._classes:
+    def _note_classes(self, kind: type, path: Any) -> tuple[Same, bool]:
+        """Classes whose methods the body may run: what their code reads counts too.
+
+        Returns a fact for ``kind``, and whether it has code of a library, which is not read.
+        """
+        noted = self._classes.get(id(kind))
+        if noted is None:
+            has_library = False
             for base in kind.__mro__:
-                if id(base) not in self._classes and not is_library(base.__module__):
+                if is_library(base.__module__):
+                    has_library |= base not in PURE_BASES
+                elif id(base) not in self._noted:
+                    self._noted.add(id(base))
                     self._record(Same(base), path)
                     self._namespaces.append(_Namespace(Node(base, -1), path, False))
-                self._classes.add(id(base))
+            noted = self._classes[id(kind)] = (Same(kind), has_library)
+        return noted
 
     # Plain objects come last, and again whenever code that was met since names more attributes.
 
@@ -509,7 +528,7 @@ class Captured:
         names = attributes.keys()
         if isinstance(space.node.value, type):
             return (names & self._names) | (names & CALLED_BY_SYNTAX)
-        if space.all_names or not self._names.isdisjoint(DYNAMIC_READS):
+        if not self._names.isdisjoint(DYNAMIC_READS):
             return set(names)
         return names & self._names
 
@@ -532,6 +551,10 @@ class Captured:
 _Visitor = Callable[[Captured, Any, Any, bool], Part | None]
 
 _VISITORS: dict[type, _Visitor] = {
+    bool: Captured._visit_constant,
+    float: Captured._visit_constant,
+    complex: Captured._visit_constant,
+    range: Captured._visit_constant,
     types.FunctionType: Captured._visit_function,
     types.MethodType: Captured._visit_method,
     types.ModuleType: Captured._visit_module,
@@ -546,19 +569,20 @@ _VISITORS: dict[type, _Visitor] = {
     collections.OrderedDict: Captured._visit_dict,
     collections.defaultdict: Captured._visit_dict,
 }
+# Whether these are constants depends on what they hold.
+_PERHAPS_CONSTANT = (np.ndarray, np.generic, slice, frozenset)
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
 
 
 def _exact(value: Any) -> Hashable | None:
-    """A key that equal tuples of plain constants have in common, down to their types."""
-    kind = type(value)
-    if kind is not tuple:
-        return (kind, value) if kind in PLAIN else None
-    kinds = tuple(map(type, value))
-    if PLAIN.issuperset(kinds):
-        return (kinds, value)
-    keys = tuple(map(_exact, value))
-    return None if None in keys else keys
+    """What tells plain constants apart, down to their types; in a tuple, or a tuple of tuples."""
+    if type(value) is not tuple:
+        return (value, type(value)) if type(value) in PLAIN else None
+    if set(map(type, value)) == {tuple}:
+        kinds = tuple(map(type, itertools.chain.from_iterable(value)))
+    else:
+        kinds = tuple(map(type, value))
+    return (value, kinds) if PLAIN.issuperset(kinds) else None
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:

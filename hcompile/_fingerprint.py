@@ -163,8 +163,10 @@ def _constant_key(value: Any) -> tuple | None:
     kind = type(value)
     if kind in PLAIN:
         return (kind, value)
+    if kind is float and value and value == value:
+        return (kind, value)
     if kind in (float, complex):
-        return (kind, repr(value))  # repr tells nan, -0.0 and every digit apart
+        return (kind, repr(value))  # repr tells nan and -0.0 apart
     if isinstance(value, _BY_VALUE):
         return (kind, value)
     if isinstance(value, np.generic) and not value.dtype.hasobject:

@@ -64,12 +64,10 @@ def instance_attributes(value: Any) -> dict[str, Any] | None:
         slots = _layouts[kind]
     except KeyError:
         slots = _layouts[kind] = _layout(kind)
-    attributes = getattr(value, "__dict__", None)
-    if slots is None or (attributes is None and not slots):
+    if slots is None or not (slots or hasattr(value, "__dict__")):
         return None
-    if not slots:
-        return dict(attributes)
-    return {s: getattr(value, s) for s in slots if hasattr(value, s)} | dict(attributes or {})
+    attributes: dict[str, Any] = dict(getattr(value, "__dict__", {}))
+    return {s: getattr(value, s) for s in slots if hasattr(value, s)} | attributes
 
 
 class Rebuilder:

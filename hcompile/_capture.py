@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -36,11 +35,21 @@ from ._code import (
     DYNAMIC_READS,
     PURE_BASES,
     CodeInfo,
+    class_parts,
     code_info,
     is_impure,
     is_library,
 )
-from ._fingerprint import PLAIN, Same, Tag, constant, is_array, is_traced
+from ._fingerprint import (
+    PLAIN,
+    Beside,
+    Same,
+    Tag,
+    constant,
+    exact_key,
+    is_array,
+    is_traced,
+)
 from ._rebuild import (
     Node,
     Part,
@@ -86,24 +95,6 @@ class _Namespace:
         self.replaceable = replaceable
         self.seen: set[str] = set()
         self.checked = -1  # how many names were known when it was last looked at
-
-
-class _Beside:
-    """What a pytree node keeps beside its children, compared as treespecs compare it."""
-
-    __slots__ = ("data",)
-
-    def __init__(self, data: Any):
-        self.data = data
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Beside) and bool(self.data == other.data)
-
-    def __hash__(self) -> int:  # as treespecs, which allow it to be unhashable
-        return hash(_Beside)
-
-    def __repr__(self) -> str:
-        return repr(self.data)
 
 
 class Captured:
@@ -210,9 +201,7 @@ class Captured:
     @staticmethod
     def _visitor(value: Any) -> _Visitor:
         """For all values of its type, which this walk will not ask about again."""
-        if is_traced(value):
-            return Captured._visit_tracer
-        if is_array(value):
+        if is_traced(value) or is_array(value):
             return Captured._visit_array
         if isinstance(value, types.FunctionType):
             return Captured._visit_function
@@ -263,14 +252,12 @@ class Captured:
         self._nodes.append(node)
         return node
 
-    def _visit_tracer(self, value: Any, path: Any, replaceable: bool) -> Part | None:
+    def _visit_array(self, value: Any, path: Any, replaceable: bool) -> Part | None:
         if not is_array(value):
             raise UnknownLeafError(f"{_render(path)} is a traced value that is no array")
-        return self._visit_array(value, path, replaceable)
-
-    def _visit_array(self, value: Any, path: Any, replaceable: bool) -> Part | None:
         if replaceable:
-            self._record(_ARRAY, path)
+            self.facts.append(_ARRAY)
+            self._paths.append(path)
             self.arrays.append(value)  # not by identity: one array in two places is two inputs
             return len(self.arrays) - 1
         if is_traced(value):
@@ -408,7 +395,7 @@ class Captured:
         if not replaceable:
             self._remember_contents(value, replaceable)
         plain = beside is None or beside is kind  # a named tuple's is its class
-        exact = None if plain else _exact(beside)
+        exact = None if plain else exact_key(beside)
         children = tuple(children)
         fact, _ = self._note_classes(kind, path)
         self._record((_MODULE, fact, len(children), exact), path)
@@ -420,7 +407,7 @@ class Captured:
     def _visit_beside(self, beside: Any, path: Any) -> None:
         """Static data of a pytree node: ``==`` holds for ``1`` and ``1.0``, and an object in it can
         change. What cannot be walked is left to the ``==`` of the treespec."""
-        self._record(_Beside(beside), path)
+        self._record(Beside(beside), path)
         count = len(self.facts)
         try:
             self._visit(beside, path, False)
@@ -538,7 +525,7 @@ class Captured:
             self._shared += [(value, name, attribute) for name, attribute in attributes]
         if isinstance(value, type):
             for name, attribute in attributes:
-                parts = [(name, part) for part in _class_attribute(attribute, name)]
+                parts = [(name, part) for part in class_parts(attribute, name)]
                 self._visit_parts(space.path, parts, False)
         else:
             parts = self._visit_parts(space.path, attributes, space.replaceable)
@@ -574,42 +561,10 @@ _PERHAPS_CONSTANT = (np.ndarray, np.generic, slice, frozenset)
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
 
 
-def _exact(value: Any) -> Hashable | None:
-    """What tells plain constants apart, down to their types; in a tuple, or a tuple of tuples."""
-    if type(value) is not tuple:
-        return (value, type(value)) if type(value) in PLAIN else None
-    if set(map(type, value)) == {tuple}:
-        kinds = tuple(map(type, itertools.chain.from_iterable(value)))
-    else:
-        kinds = tuple(map(type, value))
-    return (value, kinds) if PLAIN.issuperset(kinds) else None
-
-
 def _attributes(value: Any) -> Mapping[str, Any]:
     if isinstance(value, (type, types.ModuleType, types.FunctionType)):
         return vars(value)
     return instance_attributes(value) or {}
-
-
-_DESCRIPTORS = (
-    types.GetSetDescriptorType,
-    types.MemberDescriptorType,
-    types.WrapperDescriptorType,
-    type(vars(collections.namedtuple("_Pair", "x"))["x"]),
-)
-
-
-def _class_attribute(value: Any, name: str) -> list[Any]:
-    """What there is to compare in a class's attribute: functions in descriptors, or the value."""
-    if isinstance(value, (staticmethod, classmethod)):
-        return [value.__func__]
-    if isinstance(value, property):
-        return [f for f in (value.fget, value.fset) if f is not None]
-    if isinstance(value, functools.cached_property):
-        return [value.func]
-    if isinstance(value, _DESCRIPTORS) or name in ("__dict__", "__weakref__", "__doc__"):
-        return []
-    return [value]
 
 
 # --- Paths, for reports -----------------------------------------------------------------------

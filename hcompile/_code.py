@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import abc
+import collections
 import dis
 import functools
 import sys
 import types
 from collections.abc import Iterator
-from typing import Generic, Protocol
+from typing import Any, Generic, Protocol
 
 from ._fingerprint import Same
 
@@ -66,6 +67,27 @@ def is_impure(module: str | None, attributes: frozenset[str] | set[str] = frozen
 def is_library(module: str | None) -> bool:
     root, _, rest = (module or "").partition(".")
     return root in _LIBRARIES and not rest.startswith("examples")
+
+
+_DESCRIPTORS = (
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    types.WrapperDescriptorType,
+    type(vars(collections.namedtuple("_Pair", "x"))["x"]),
+)
+
+
+def class_parts(value: Any, name: str) -> list[Any]:
+    """What there is to compare in a class's attribute: functions in descriptors, or the value."""
+    if isinstance(value, (staticmethod, classmethod)):
+        return [value.__func__]
+    if isinstance(value, property):
+        return [f for f in (value.fget, value.fset) if f is not None]
+    if isinstance(value, functools.cached_property):
+        return [value.func]
+    if isinstance(value, _DESCRIPTORS) or name in ("__dict__", "__weakref__", "__doc__"):
+        return []
+    return [value]
 
 
 class CodeInfo:

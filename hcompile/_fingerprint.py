@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Hashable
@@ -112,7 +113,7 @@ class Constant(tuple):
         return text if len(text) <= 60 else text[:57] + "..."
 
 
-# What JAX's own check, which is slow, says of JAX's types. Of a tracer it looks at the aval's.
+# What JAX's own check, which is slow, says of JAX's types, and of tracers with such an aval.
 _array_types: dict[Any, bool] = {}
 
 
@@ -123,12 +124,13 @@ def is_array(value: Any) -> bool:
     own dtypes. It is a constant.
     """
     kind = type(value)
-    known = _array_types.get((kind, type(value.aval)) if issubclass(kind, _Tracer) else kind)
+    known = _array_types.get(kind)
+    if known is None and issubclass(kind, _Tracer):
+        kind = (kind, type(value.aval))
+        known = _array_types.get(kind)
     if known is None:
         known = isinstance(value, jax.Array)
-        if issubclass(kind, _Tracer):
-            _array_types[kind, type(value.aval)] = known
-        elif known and kind.__module__.partition(".")[0] in ("jax", "jaxlib"):
+        if known and (isinstance(kind, tuple) or kind.__module__.startswith("jaxlib.")):
             _array_types[kind] = known
     return known
 
@@ -185,3 +187,32 @@ def _constant_key(value: Any) -> tuple | None:
 def _sequence_key(kind: type, values: tuple) -> tuple | None:
     keys = tuple(map(_constant_key, values))
     return None if None in keys else (kind, *keys)
+
+
+def exact_key(value: Any) -> Hashable | None:
+    """What tells plain constants apart, down to their types; in a tuple, or a tuple of tuples."""
+    if type(value) is not tuple:
+        return (value, type(value)) if type(value) in PLAIN else None
+    if set(map(type, value)) == {tuple}:
+        kinds = tuple(map(type, itertools.chain.from_iterable(value)))
+    else:
+        kinds = tuple(map(type, value))
+    return (value, kinds) if PLAIN.issuperset(kinds) else None
+
+
+class Beside:
+    """What a pytree node keeps beside its children, compared as treespecs compare it."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: Any):
+        self.data = data
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Beside) and bool(self.data == other.data)
+
+    def __hash__(self) -> int:  # as treespecs, which allow it to be unhashable
+        return hash(Beside)
+
+    def __repr__(self) -> str:
+        return repr(self.data)

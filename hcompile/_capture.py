@@ -127,7 +127,7 @@ class Captured:
         self._parts = (
             self._visit(fn, ("", None), True),
             self._visit(args, ("arguments", None), True),
-            self._visit(kwargs, ("arguments", None), True),
+            self._visit(kwargs or (), ("arguments", None), True),  # a dict costs more
         )
         self._visit_named_attributes()
         if self._compares_identity:  # ``q is k`` would see which arrays are one
@@ -350,9 +350,19 @@ class Captured:
         node = self._add(value, replaceable, mutable=kind is list)
         node.fill = fill_sequence
         self._remember_contents(value, replaceable)
-        if not plain:
+        if not plain and replaceable and all(map(is_array, value)):
+            node.parts = self._visit_arrays((path, value), value)
+        elif not plain:
             node.parts = self._visit_parts((path, value), enumerate(value), replaceable)
         return node
+
+    def _visit_arrays(self, where: Any, arrays: tuple | list) -> dict[Hashable, Part]:
+        """As ``_visit_parts``, at once: most arguments are these."""
+        count, first = len(arrays), len(self.arrays)
+        self.facts += [_ARRAY] * count
+        self._paths += [(where, i) for i in range(count)]
+        self.arrays += arrays
+        return {i: first + i for i in range(count)}
 
     def _visit_dict(self, value: dict, path: Any, replaceable: bool) -> Node:
         """A dict in its own order of keys, which loops can see and ``jax.tree_util`` would sort."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 import types
@@ -61,11 +62,11 @@ def _check_unchanged(fn: Any, before: Captured, after: Captured, arrays: Sequenc
     same = len(after.arrays) == len(arrays) and all(map(_is, after.arrays, arrays))
     if same and after.facts == before.facts:
         return
-    for index, fact in enumerate(after.facts):
-        if index >= len(before.facts) or before.facts[index] != fact:
-            path = after.path(index)
+    for index, (old, fact) in enumerate(itertools.zip_longest(before.facts, after.facts)):
+        if old != fact:
+            path, *_ = after.difference(index, old, fact)
             raise NotReusableError(f"the body changed {path}{_line_of_change(fn, path)}")
-    raise NotReusableError("the body changed an array that it captured")
+    raise NotReusableError("the body changed an array, or a container, that it captured")
 
 
 def _line_of_change(fn: Any, path: str) -> str:

@@ -11,7 +11,8 @@ the globals that it and its helpers read. ``capture`` walks all of them and retu
   or can be written to is rebuilt as a copy, so tracing cannot touch the caller's objects; if the
   copies differ from the originals afterwards, the function had a side effect.
 
-The walk runs at every region call, so nothing is remembered that could have been rebound since.
+The walk runs at every region call, so nothing is remembered that could have been rebound since,
+and what only a miss needs (paths as text, copies) is left until then.
 Of a plain object, a class or a module only those attributes count that reachable code names: a
 layer's ``name`` does not defeat reuse unless something reads it.
 """
@@ -22,33 +23,49 @@ import collections
 import functools
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from . import _jax_compat
 from ._code import (
     CALLED_BY_SYNTAX,
     CONSTRUCTORS,
     DYNAMIC_READS,
     PURE_BASES,
     CodeInfo,
+    class_parts,
     code_info,
     is_impure,
     is_library,
 )
-from ._fingerprint import Same, Tag, constant, is_array, is_traced
+from ._fingerprint import (
+    PLAIN,
+    RAW,
+    Beside,
+    Same,
+    Tag,
+    constant,
+    exact_key,
+    is_array,
+    is_traced,
+)
 from ._rebuild import (
     Node,
+    Part,
     Rebuilder,
     blank_dict,
     blank_function,
     blank_object,
+    fill_copy,
     fill_dict,
     fill_function,
+    fill_method,
     fill_object,
+    fill_partial,
+    fill_pytree,
+    fill_sequence,
     instance_attributes,
 )
 
@@ -58,27 +75,25 @@ class UnknownLeafError(Exception):
 
 
 _MAX_NODES = 100_000
-_tree_flatten = jax.tree_util.tree_flatten
+_STRINGS = frozenset({str})
+_ARRAY, _MODULE = Tag.ARRAY, Tag.MODULE
+_flatten_one_level: Any = jax.tree_util.default_registry.flatten_one_level
 
 
 # --- The walk ---------------------------------------------------------------------------------
 
 
 class _Namespace:
-    """An object, class or module of which only the attributes that code names are walked.
+    """An object, class or module of which only the attributes that code names are walked."""
 
-    ``all_names``: an instance of a library's class, whose own code is not read, counts whole.
-    """
+    __slots__ = ("checked", "node", "path", "replaceable", "seen")
 
-    __slots__ = ("all_names", "node", "number", "path", "replaceable", "seen")
-
-    def __init__(self, node: Node, number: int, path: Any, replaceable: bool, all_names: bool):
+    def __init__(self, node: Node, path: Any, replaceable: bool):
         self.node = node
-        self.number = number
         self.path = path
         self.replaceable = replaceable
-        self.all_names = all_names
         self.seen: set[str] = set()
+        self.checked = -1  # how many names were known when it was last looked at
 
 
 class Captured:
@@ -96,16 +111,23 @@ class Captured:
         self.facts: list[Hashable] = []
         self.compared: list[Any] = []
         self._paths: list[Any] = []
-        self._nodes: list[Node] = []
-        self._known: dict[tuple[int, bool | str], tuple[Node, int]] = {}
+        self._nodes: list[Node] = []  # keeps alive what is known by its id
+        self._known: tuple[dict[int, Node], dict[int, Node]] = ({}, {})  # [replaceable]
+        self._visitors = _VISITORS.copy()
+        self._classes: dict[int, tuple[Same, bool]] = {}
+        self._noted: set[int] = set()
         self._namespaces: list[_Namespace] = []
         self._shared: list[tuple[Any, str, Any]] = []
         self._contents: list[tuple[Any, Any]] = []
         self._compares_identity = False
         self._alias: tuple[int, ...] | None = None
         self._names: set[str] = set()
-        self._fn = self._visit(fn, ("", None), True)
-        self._arguments = self._visit((args, kwargs), ("arguments", None), True)
+        self._call = (fn, args, kwargs)
+        self._parts = (
+            self._visit(fn, ("", None), True),
+            self._visit(args, ("arguments", None), True),
+            self._visit(kwargs or (), ("arguments", None), True),  # a dict costs more
+        )
         self._visit_named_attributes()
         if self._compares_identity:  # ``q is k`` would see which arrays are one
             first: dict[int, int] = {}
@@ -118,15 +140,32 @@ class Captured:
         return not self._names.isdisjoint(names)
 
     def path(self, index: int) -> str:
-        """Where fact number ``index`` was found, e.g. ``self.norm.eps`` or ``arguments[0][1]``."""
+        """Where fact number ``index`` was found, e.g. ``self.norm.eps`` or ``arguments[1]``."""
         return _render(self._paths[index]) if index < len(self._paths) else "the end"
+
+    def difference(self, index: int, before: Any, fact: Any) -> tuple[str, Any, Any]:
+        """Where fact number ``index`` differs from what it was: the path, and both values there."""
+        path = self.path(index)
+        if before is None and type(fact) is tuple and type(fact[0]) is int:
+            before = fact[:1]
+        if not (type(before) is tuple and type(fact) is tuple and before and fact):
+            return path, before, fact
+        if type(before[0]) is int and type(fact[0]) is int:  # named attributes
+            changed = sorted(set(before[1:]) ^ set(fact[1:]))
+            if changed:
+                there, gone = "an attribute", "not there"
+                was, now = (there, gone) if changed[0] in before else (gone, there)
+                return f"{path}.{changed[0]}", was, now
+        elif len(before) > 2 and isinstance(before[0], type) and before[:-2] == fact[:-2]:
+            return _first_difference(path, before, fact)  # plain constants, in one fact
+        return path, before, fact
 
     def rebuild(self, arrays: Sequence[Any]) -> tuple[Callable[..., Any], tuple, dict[str, Any]]:
         """``(fn, args, kwargs)`` with ``arrays`` in the places of ``self.arrays``."""
         rebuilder = Rebuilder(self.placed(arrays), self._nodes)
-        fn = rebuilder(self._fn)
-        args, kwargs = rebuilder(self._arguments)
-        return fn, args, kwargs
+        pairs = zip(self._call, self._parts, strict=True)
+        call: Any = tuple(old if part is None else rebuilder(part) for old, part in pairs)
+        return call
 
     def placed(self, arrays: Sequence[Any]) -> Sequence[Any]:
         """``arrays`` as the body sees them: one for each group that is one here, if it can tell."""
@@ -144,113 +183,150 @@ class Captured:
             if vars(owner).get(name) is not value:
                 setattr(owner, name, value)
 
-    # Each ``_visit_*`` records one fact for the value itself, then visits its parts.
+    # Each ``_visit_*`` records one fact for the value itself, then visits its parts. It returns
+    # what a copy may need anew: a node, or an array's number; None for a constant.
 
-    def _visit(self, value: Any, path: Any, replaceable: bool) -> Node:
-        if is_array(value):
-            return self._visit_array(value, path, replaceable)
-        fact = constant(value)
-        if fact is not None:
-            self._record(fact, path)
-            return self._constant_node(value)
-        known = self._known.get((id(value), replaceable))
+    def _visit(self, value: Any, path: Any, replaceable: bool) -> Part | None:
+        kind = type(value)
+        if kind in RAW:
+            self.facts.append(value)
+            self._paths.append(path)
+            return None
+        known = self._known[replaceable].get(id(value))
         if known is not None:
-            self._record(("again", known[1]), path)
-            return known[0]
-        if len(self._nodes) > _MAX_NODES:
-            raise UnknownLeafError(f"{_render(path)} leads to over {_MAX_NODES} objects")
-        return self._visitor(value)(self, value, path, replaceable)
+            self._record(("again", known.number), path)
+            return known
+        visitor = self._visitors.get(kind)
+        if visitor is None:
+            visitor = self._visitor(value)
+            if value.__class__ is kind:  # a proxy can tell another class each time
+                self._visitors[kind] = visitor
+        return visitor(self, value, path, replaceable)
+
+    def _visit_parts(
+        self, where: Any, parts: Iterable[tuple[Hashable, Any]], replaceable: bool
+    ) -> dict[Hashable, Part]:
+        """Visits ``(key, value)`` pairs, found at ``(where, key)``."""
+        found: dict[Hashable, Part] = {}
+        for key, value in parts:
+            if type(value) in RAW:  # as in ``_visit``; most are
+                self.facts.append(value)
+                self._paths.append((where, key))
+                continue
+            part = self._visit(value, (where, key), replaceable)
+            if part is not None:
+                found[key] = part
+        return found
 
     @staticmethod
-    def _visitor(value: Any) -> Callable[[Captured, Any, Any, bool], Node]:
+    def _visitor(value: Any) -> _Visitor:
+        """For all values of its type, which this walk will not ask about again."""
+        if is_traced(value) or is_array(value):
+            return Captured._visit_array
         if isinstance(value, types.FunctionType):
             return Captured._visit_function
         if isinstance(value, types.MethodType):
             return Captured._visit_method
         if isinstance(value, functools.partial):
             return Captured._visit_partial
-        if isinstance(value, (type, types.ModuleType)):
-            return Captured._visit_class_or_module
-        if isinstance(value, dict) and type(value) in _DICTS:
-            return Captured._visit_dict
-        if _is_container(value):
-            return Captured._visit_container
-        if isinstance(value, (set, types.CellType)):
-            return Captured._visit_set_or_cell
+        if isinstance(value, types.ModuleType):
+            return Captured._visit_module
+        if isinstance(value, type):
+            return Captured._visit_class
+        if isinstance(value, _PERHAPS_CONSTANT):
+            return Captured._visit_perhaps_constant
+        if constant(value) is not None:
+            return Captured._visit_constant
+        if not jax.tree_util.all_leaves((value,)):
+            return Captured._visit_pytree
         if callable(value) and is_library(type(value).__module__):
             return Captured._visit_library_callable
         return Captured._visit_object
+
+    def _visit_constant(self, value: Any, path: Any, replaceable: bool) -> None:
+        self._record(constant(value), path)
+
+    def _visit_perhaps_constant(self, value: Any, path: Any, replaceable: bool) -> Part | None:
+        fact = constant(value)
+        if fact is None:
+            raise UnknownLeafError(f"{_render(path)} is a {type(value).__name__} of objects")
+        self._record(fact, path)
+        return self._copied_array(value) if isinstance(value, np.ndarray) else None
 
     def _record(self, fact: Hashable, path: Any) -> None:
         self.facts.append(fact)
         self._paths.append(path)
 
     def _add(self, value: Any, replaceable: bool, mutable: bool = False) -> Node:
-        node = Node(value, mutable=mutable)
-        self._known[id(value), replaceable] = (node, len(self._nodes))
+        if len(self._nodes) > _MAX_NODES:
+            raise UnknownLeafError(f"it leads to over {_MAX_NODES} objects")
+        node = Node(value, len(self._nodes), mutable)
+        self._known[replaceable][id(value)] = node
         self._nodes.append(node)
         return node
 
-    def _constant_node(self, value: Any) -> Node:
-        node = Node(value)
-        if isinstance(value, np.ndarray):  # can be written to, so the body gets its own
-            node.mutable = True
-            node.fill = lambda _, old, new: old.copy()
-            self._nodes.append(node)
+    def _copied_array(self, value: np.ndarray) -> Node:
+        """A NumPy array can be written to, so the body gets its own."""
+        node = Node(value, len(self._nodes), mutable=True)
+        node.fill = fill_copy
+        self._nodes.append(node)
         return node
 
-    def _visit_array(self, value: Any, path: Any, replaceable: bool) -> Node:
+    def _visit_array(self, value: Any, path: Any, replaceable: bool) -> Part | None:
+        if not is_array(value):
+            raise UnknownLeafError(f"{_render(path)} is a traced value that is no array")
         if replaceable:
-            self._record(Tag.ARRAY, path)
-            node = Node(value, index=len(self.arrays))
-            self.arrays.append(value)
-            self._nodes.append(node)  # not by identity: one array in two places is two inputs
-            return node
+            self.facts.append(_ARRAY)
+            self._paths.append(path)
+            self.arrays.append(value)  # not by identity: one array in two places is two inputs
+            return len(self.arrays) - 1
         if is_traced(value):
             raise UnknownLeafError(
                 f"{_render(path)} is a traced array that cannot be made an input"
             )
-        self._record((Tag.ARRAY, Same(value)), path)
+        self._record((_ARRAY, Same(value)), path)
         self.compared.append(value)
-        return Node(value)
+        return None
 
-    def _visit_function(self, fn: types.FunctionType, path: Any, replaceable: bool) -> Node:
-        node = self._add(fn, replaceable)
-        library = is_library(fn.__globals__.get("__name__"))
-        if is_impure(fn.__globals__.get("__name__")):
+    def _visit_function(self, fn: types.FunctionType, path: Any, replaceable: bool) -> Part | None:
+        namespace = fn.__globals__
+        module = namespace.get("__name__")
+        if is_impure(module):
             raise UnknownLeafError(f"{_render(path)} can answer differently each time")
+        library = is_library(module)
         if library and not fn.__closure__:
             self._record(Same(fn), path)
-            return node
-        self._record(("function", Same(fn.__code__)), path)
-        visible = {}
+            return None
+        node = self._add(fn, replaceable)
+        node.blank, node.fill = blank_function, fill_function
+        code = fn.__code__
+        self._record((Same(code), len(fn.__defaults__ or ())), path)
+        visible = []
         if not library:
-            info = self._note_code(fn.__code__, path)
+            info = self._note_code(code, path)
             node.mutable = info.writes_cells
-            visible = {n: fn.__globals__[n] for n in info.global_names if n in fn.__globals__}
-            for name, attribute in info.module_attributes:
-                module = visible.get(name)
-                if isinstance(module, types.ModuleType) and is_impure(module.__name__, {attribute}):
+            visible = [n for n in info.global_names if n in namespace]
+            for name, attribute in info.impure_attributes:
+                owner = namespace.get(name)
+                if isinstance(owner, types.ModuleType) and is_impure(owner.__name__, {attribute}):
                     raise UnknownLeafError(f"{name}.{attribute} can answer differently each time")
             self._record(tuple(visible), path)
         if fn.__dict__:
             node.mutable = True
-            self._namespaces.append(_Namespace(node, len(self._nodes), path, replaceable, False))
-        parts: dict[Hashable, tuple[Any, str]] = {}
-        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-            if _jax_compat.is_empty(cell):
-                self._record("an empty cell", path)
-            else:
-                parts["cell", name] = (cell.cell_contents, name)
-        for i, default in enumerate(fn.__defaults__ or ()):
-            parts["default", i] = (default, f"default {i} of {fn.__name__}")
-        for name, default in (fn.__kwdefaults__ or {}).items():
-            parts["kwdefault", name] = (default, f"default {name} of {fn.__name__}")
-        for name, value in visible.items():
-            parts["global", name] = (value, f"global {name}")
-        node.blank, node.fill = blank_function, fill_function
-        for key, (value, name) in parts.items():
-            node.parts[key] = self._visit(value, (name, None), replaceable)
+            self._namespaces.append(_Namespace(node, path, replaceable))
+        parts: list[tuple[Hashable, Any]] = []
+        for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=True):
+            try:
+                parts.append((("cell", name), cell.cell_contents))
+            except ValueError:
+                self._record(("an empty cell",), path)
+        if fn.__defaults__:
+            parts += [(("default", i), default) for i, default in enumerate(fn.__defaults__)]
+        if fn.__kwdefaults__:
+            self._record(("names", *fn.__kwdefaults__), path)
+            parts += [(("default", n), default) for n, default in fn.__kwdefaults__.items()]
+        parts += [(("global", n), namespace[n]) for n in visible]
+        node.parts = self._visit_parts(fn, parts, replaceable)
         return node
 
     def _note_code(self, code: types.CodeType, path: Any) -> CodeInfo:
@@ -266,85 +342,119 @@ class Captured:
 
     def _visit_method(self, method: types.MethodType, path: Any, replaceable: bool) -> Node:
         node = self._add(method, replaceable)
-        self._record("method", path)
-        node.parts["self"] = self._visit(method.__self__, ("self", None), replaceable)
-        node.parts["func"] = self._visit(method.__func__, path, replaceable)
-        node.fill = lambda _, old, new: types.MethodType(new["func"], new["self"])
+        self._record(("method",), path)
+        node.fill = fill_method
+        for key, part, where in (
+            ("self", method.__self__, ("self", None)),
+            ("func", method.__func__, path),
+        ):
+            found = self._visit(part, where, replaceable)
+            if found is not None:
+                node.parts[key] = found
         return node
 
     def _visit_partial(self, value: functools.partial, path: Any, replaceable: bool) -> Node:
         node = self._add(value, replaceable)
-        self._record(("partial", type(value)), path)
-        parts = (value.func, value.args, value.keywords)
-        for i, part in enumerate(parts):
-            node.parts[i] = self._visit(part, path, replaceable)
-        node.fill = lambda _, old, new: type(old)(new[0], *new[1], **new[2])
+        self._record(("partial", Same(type(value))), path)
+        parts = [(name, getattr(value, name)) for name in ("func", "args", "keywords")]
+        node.parts = self._visit_parts(path, parts, replaceable)
+        node.fill = fill_partial
         return node
 
-    def _visit_container(self, value: Any, path: Any, replaceable: bool) -> Node:
-        """One level of a pytree: its parts, and what its class keeps beside them."""
-        node = self._add(value, replaceable, mutable=True)
+    def _visit_sequence(self, value: tuple | list, path: Any, replaceable: bool) -> Part | None:
+        kind, kinds = type(value), tuple(map(type, value))
+        plain = PLAIN.issuperset(kinds)
+        self._record((kind, kinds, tuple(value)) if plain else (kind, len(kinds)), path)
+        if plain and kind is tuple:
+            return None
+        node = self._add(value, replaceable, mutable=kind is list)
+        node.fill = fill_sequence
         self._remember_contents(value, replaceable)
-        children, treedef = _tree_flatten(value, is_leaf=lambda part: part is not value)
-        try:
-            hash(treedef)
-        except TypeError as error:
-            raise UnknownLeafError(f"{_render(path)} has unhashable structure: {error}") from None
-        self._record(treedef, path)
-        node.parts = {
-            i: self._visit(child, (path, (value, i)), replaceable)
-            for i, child in enumerate(children)
-        }
-        node.fill = lambda _, old, new: jax.tree_util.tree_unflatten(treedef, new.values())
-        kind, beside = treedef.node_data()
-        if kind not in (tuple, list):
-            self._visit_beside(beside, path)
-            self._note_class(kind, path)
+        if not plain and replaceable and all(map(is_array, value)):
+            node.parts = self._visit_arrays((path, value), value)
+        elif not plain:
+            node.parts = self._visit_parts((path, value), enumerate(value), replaceable)
         return node
 
-    def _visit_beside(self, beside: Any, path: Any) -> None:
-        """Static data of a pytree node: ``==`` holds for ``1`` and ``1.0``, and an object in it can
-        change. What cannot be walked is left to the ``==`` of the treespec."""
-        count = len(self.facts)
-        try:
-            self._visit(beside, path, False)
-        except UnknownLeafError:
-            del self.facts[count:], self._paths[count:]
+    def _visit_arrays(self, where: Any, arrays: tuple | list) -> dict[Hashable, Part]:
+        """As ``_visit_parts``, at once: most arguments are these."""
+        count, first = len(arrays), len(self.arrays)
+        self.facts += [_ARRAY] * count
+        self._paths += [(where, i) for i in range(count)]
+        self.arrays += arrays
+        return {i: first + i for i in range(count)}
 
-    def _visit_dict(self, value: Any, path: Any, replaceable: bool) -> Node:
+    def _visit_dict(self, value: dict, path: Any, replaceable: bool) -> Node:
         """A dict in its own order of keys, which loops can see and ``jax.tree_util`` would sort."""
         node = self._add(value, replaceable, mutable=True)
+        node.blank, node.fill = blank_dict, fill_dict
         self._remember_contents(value, replaceable)
-        keys = tuple(map(constant, value))
-        for key, fact in zip(value, keys, strict=True):
-            if fact is None and not isinstance(key, (type, types.FunctionType)):
-                raise UnknownLeafError(f"{_render(path)} has a key {key!r} of unknown equality")
-        facts = tuple(f or Same(k) for f, k in zip(keys, value, strict=True))
-        self._record((type(value), facts), path)
-        node.parts = {
-            i: self._visit(part, (path, f"[{key!r}]"), replaceable)
-            for i, (key, part) in enumerate(value.items())
-        }
+        keys: tuple[Hashable, ...] = tuple(value)
+        if not _STRINGS.issuperset(map(type, keys)):
+            keys = tuple(self._key_fact(key, path) for key in keys)
+        kinds = tuple(map(type, value.values()))
+        if PLAIN.issuperset(kinds):
+            self._record((type(value), keys, kinds, tuple(value.values())), path)
+        else:
+            self._record((type(value), keys), path)
+            parts = enumerate(value.values())
+            node.parts = self._visit_parts((path, value), parts, replaceable)
         factory = getattr(value, "default_factory", None)
         if factory is not None:
             self._visit(factory, path, False)
-        node.blank, node.fill = blank_dict, fill_dict
         return node
+
+    def _key_fact(self, key: Any, path: Any) -> Hashable:
+        fact = constant(key)
+        if fact is not None:
+            return fact
+        if isinstance(key, (type, types.FunctionType)):
+            return Same(key)
+        raise UnknownLeafError(f"{_render(path)} has a key {key!r} of unknown equality")
 
     def _remember_contents(self, value: Any, replaceable: bool) -> None:
         """Of a list or dict that is reached through a class or module, and so is not copied."""
         if not replaceable and isinstance(value, (list, dict)):
             self._contents.append((value, value.copy()))
 
-    def _visit_set_or_cell(self, value: Any, path: Any, replaceable: bool) -> Node:
-        if isinstance(value, set):
-            fact = constant(frozenset(value))
-            if fact is not None:
-                node = self._add(value, replaceable, mutable=True)
-                self._record(("set", fact), path)
-                node.fill = lambda _, old, new: set(old)
-                return node
-        raise UnknownLeafError(f"{_render(path)} is a {type(value).__name__}")
+    def _visit_pytree(self, value: Any, path: Any, replaceable: bool) -> Node:
+        """One level of a pytree: its parts, and what its class keeps beside them."""
+        kind, (children, beside) = type(value), _flatten_one_level(value)
+        node = self._add(value, replaceable, mutable=True)
+        node.fill = fill_pytree
+        if not replaceable:
+            self._remember_contents(value, replaceable)
+        plain = beside is None or beside is kind  # a named tuple's is its class
+        exact = None if plain else exact_key(beside)
+        children = tuple(children)
+        fact, _ = self._note_classes(kind, path)
+        self._record((_MODULE, fact, len(children), exact), path)
+        node.parts = self._visit_parts((path, value), enumerate(children), replaceable)
+        if exact is None and not plain:
+            self._visit_beside(beside, path)
+        return node
+
+    def _visit_beside(self, beside: Any, path: Any) -> None:
+        """Static data of a pytree node: ``==`` holds for ``1`` and ``1.0``, and an object in it can
+        change. What cannot be walked is left to the ``==`` of the treespec."""
+        self._record(Beside(beside), path)
+        count = len(self.facts)
+        try:
+            self._visit(beside, path, False)
+        except UnknownLeafError:
+            del self.facts[count:], self._paths[count:]
+
+    def _visit_set(self, value: set, path: Any, replaceable: bool) -> Node:
+        fact = constant(frozenset(value))
+        if fact is None:
+            raise UnknownLeafError(f"{_render(path)} is a set of unknown equality")
+        node = self._add(value, replaceable, mutable=True)
+        self._record(("set", fact), path)
+        node.fill = fill_copy
+        return node
+
+    def _visit_cell(self, value: types.CellType, path: Any, replaceable: bool) -> Node:
+        raise UnknownLeafError(f"{_render(path)} is a cell")
 
     def _visit_library_callable(self, value: Any, path: Any, replaceable: bool) -> Node:
         """A jitted function, a ufunc, a ``custom_vjp``: the very object, and what it wraps."""
@@ -362,41 +472,56 @@ class Captured:
                 self._visit(part, path, False)
         return node
 
-    def _visit_class_or_module(self, value: Any, path: Any, replaceable: bool) -> Node:
-        if isinstance(value, types.ModuleType) and is_impure(value.__name__):
+    def _visit_module(self, value: types.ModuleType, path: Any, replaceable: bool) -> Part | None:
+        if is_impure(value.__name__):
             raise UnknownLeafError(f"{_render(path)} is the module {value.__name__}")
-        node = self._add(value, replaceable)
         self._record(Same(value), path)
-        if isinstance(value, type):
-            self._names |= CONSTRUCTORS
-            for base in value.__mro__:
-                self._note_class(base, path)
-        elif not is_library(value.__name__):
-            self._namespaces.append(_Namespace(node, len(self._nodes), path, False, False))
+        if is_library(value.__name__):
+            return None
+        node = self._add(value, replaceable)
+        self._namespaces.append(_Namespace(node, path, False))
         return node
+
+    def _visit_class(self, value: type, path: Any, replaceable: bool) -> None:
+        self._record(Same(value), path)
+        self._names |= CONSTRUCTORS
+        self._note_classes(value, path)
 
     def _visit_object(self, value: Any, path: Any, replaceable: bool) -> Node:
         kind = type(value)
-        if instance_attributes(value) is None:
+        attributes = instance_attributes(value)
+        if attributes is None:
             raise UnknownLeafError(f"{_render(path)} is a {kind.__qualname__}: unknown equality")
         node = self._add(value, replaceable, mutable=True)
-        self._record((Tag.MODULE, Same(kind)), path)
         node.blank, node.fill = blank_object, fill_object
-        library = any(
-            is_library(base.__module__) for base in kind.__mro__ if base not in PURE_BASES
-        )
-        self._namespaces.append(_Namespace(node, len(self._nodes), path, replaceable, library))
-        for base in kind.__mro__:
-            self._note_class(base, path)
+        fact, has_library = self._note_classes(kind, path)
+        if has_library:  # whose code is not read: the object counts whole
+            names = sorted(attributes)
+            self._record((_MODULE, fact, *names), path)
+            parts = [(name, attributes[name]) for name in names]
+            node.parts = self._visit_parts(path, parts, replaceable)
+        else:
+            self._record((_MODULE, fact), path)
+            self._namespaces.append(_Namespace(node, path, replaceable))
         return node
 
-    def _note_class(self, kind: type, path: Any) -> None:
-        """A class whose methods the body may run: what their code reads counts too."""
-        if (id(kind), "class") not in self._known and not is_library(kind.__module__):
-            node = Node(kind)
-            self._known[id(kind), "class"] = (node, len(self._nodes))
-            self._record(Same(kind), path)
-            self._namespaces.append(_Namespace(node, len(self._nodes), path, False, False))
+    def _note_classes(self, kind: type, path: Any) -> tuple[Same, bool]:
+        """Classes whose methods the body may run: what their code reads counts too.
+
+        Returns a fact for ``kind``, and whether it has code of a library, which is not read.
+        """
+        noted = self._classes.get(id(kind))
+        if noted is None:
+            has_library = False
+            for base in kind.__mro__:
+                if is_library(base.__module__):
+                    has_library |= base not in PURE_BASES
+                elif id(base) not in self._noted:
+                    self._noted.add(id(base))
+                    self._record(Same(base), path)
+                    self._namespaces.append(_Namespace(Node(base, -1), path, False))
+            noted = self._classes[id(kind)] = (Same(kind), has_library)
+        return noted
 
     # Plain objects come last, and again whenever code that was met since names more attributes.
 
@@ -404,93 +529,106 @@ class Captured:
         progress = True
         while progress:
             progress = False
-            for space in list(self._namespaces):
-                for name in sorted(self._unseen(space)):
-                    space.seen.add(name)
+            for number, space in enumerate(self._namespaces):
+                if space.checked == len(self._names):
+                    continue
+                space.checked = len(self._names)
+                attributes = _attributes(space.node.value)
+                names = sorted(self._named(space, attributes) - space.seen)
+                if names:
                     progress = True
-                    self._visit_attribute(space, name)
+                    space.seen.update(names)
+                    self._record((number, *names), space.path)
+                    self._visit_attributes(space, [(n, attributes[n]) for n in names])
 
-    def _unseen(self, space: _Namespace) -> set[str]:
-        owned = _own_names(space.node.value)
+    def _named(self, space: _Namespace, attributes: Mapping[str, Any]) -> set[str]:
+        names = attributes.keys()
         if isinstance(space.node.value, type):
-            return {n for n in owned if n in self._names or n in CALLED_BY_SYNTAX} - space.seen
-        if space.all_names or self._names & DYNAMIC_READS:
-            return owned - space.seen
-        return (owned & self._names) - space.seen
+            return (names & self._names) | (names & CALLED_BY_SYNTAX)
+        if not self._names.isdisjoint(DYNAMIC_READS):
+            return set(names)
+        return names & self._names
 
-    def _visit_attribute(self, space: _Namespace, name: str) -> None:
+    def _visit_attributes(self, space: _Namespace, attributes: list[tuple[str, Any]]) -> None:
         value = space.node.value
-        path = (space.path, name)
-        self._record((space.number, name), path)
         if isinstance(value, (type, types.ModuleType)):
-            self._shared.append((value, name, vars(value)[name]))
+            self._shared += [(value, name, attribute) for name, attribute in attributes]
         if isinstance(value, type):
-            for part in _class_attribute(value, name):
-                self._visit(part, path, False)
+            for name, attribute in attributes:
+                parts = [(name, part) for part in class_parts(attribute, name)]
+                self._visit_parts(space.path, parts, False)
         else:
-            space.node.parts[name] = self._visit(_get(value, name), path, space.replaceable)
+            parts = self._visit_parts(space.path, attributes, space.replaceable)
+            space.node.parts.update(parts)
 
 
 # --- Kinds of values --------------------------------------------------------------------------
 
 
-def _is_container(value: Any) -> bool:
-    """Whether ``jax.tree_util`` knows how to take ``value`` apart."""
-    return not jax.tree_util.all_leaves((value,))
+_Visitor = Callable[[Captured, Any, Any, bool], Part | None]
 
-
-# Dicts whose copies and order Python code can see; others are left to their pytree registration.
-_DICTS = (dict, collections.OrderedDict, collections.defaultdict)
+_VISITORS: dict[type, _Visitor] = {
+    bool: Captured._visit_constant,
+    float: Captured._visit_constant,
+    complex: Captured._visit_constant,
+    range: Captured._visit_constant,
+    types.FunctionType: Captured._visit_function,
+    types.MethodType: Captured._visit_method,
+    types.ModuleType: Captured._visit_module,
+    types.CellType: Captured._visit_cell,
+    functools.partial: Captured._visit_partial,
+    type: Captured._visit_class,
+    tuple: Captured._visit_sequence,
+    list: Captured._visit_sequence,
+    set: Captured._visit_set,
+    # Dicts whose copies and order Python code can see; others are left to their registration.
+    dict: Captured._visit_dict,
+    collections.OrderedDict: Captured._visit_dict,
+    collections.defaultdict: Captured._visit_dict,
+}
+# Whether these are constants depends on what they hold.
+_PERHAPS_CONSTANT = (np.ndarray, np.generic, slice, frozenset)
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
 
 
-def _own_names(value: Any) -> set[str]:
+def _attributes(value: Any) -> Mapping[str, Any]:
     if isinstance(value, (type, types.ModuleType, types.FunctionType)):
-        return set(vars(value))
-    return set(instance_attributes(value) or ())
+        return vars(value)
+    return instance_attributes(value) or {}
 
 
-def _get(value: Any, name: str) -> Any:
-    if isinstance(value, (types.ModuleType, types.FunctionType)):
-        return vars(value)[name]
-    return (instance_attributes(value) or {})[name]
-
-
-_DESCRIPTORS = (
-    types.GetSetDescriptorType,
-    types.MemberDescriptorType,
-    types.WrapperDescriptorType,
-    type(vars(collections.namedtuple("_Pair", "x"))["x"]),
-)
-
-
-def _class_attribute(kind: type, name: str) -> Iterable[Any]:
-    """What there is to compare behind ``kind.name``: functions inside descriptors, or the value."""
-    value = vars(kind)[name]
-    if isinstance(value, (staticmethod, classmethod)):
-        return [value.__func__]
-    if isinstance(value, property):
-        return [f for f in (value.fget, value.fset) if f is not None]
-    if isinstance(value, functools.cached_property):
-        return [value.func]
-    if isinstance(value, _DESCRIPTORS) or name in ("__dict__", "__weakref__", "__doc__"):
-        return []
-    return [value]
+def _first_difference(path: str, before: tuple, fact: tuple) -> tuple[str, Any, Any]:
+    *head, kinds, values = fact
+    *_, old_kinds, old_values = before
+    for i, (old_kind, kind) in enumerate(zip(old_kinds, kinds, strict=False)):
+        if (old_kind, old_values[i]) != (kind, values[i]):
+            key = i if len(head) == 1 else head[1][i]
+            return f"{path}[{key!r}]", old_values[i], values[i]
+    return path, before, fact
 
 
 # --- Paths, for reports -----------------------------------------------------------------------
 
 
+# A path is ``(text, None)``, or where something was found and its key there: an attribute's name,
+# a number in ``(path, container)``, or a kind and name in a function.
+
+
 def _render(path: Any) -> str:
-    head, step = path
-    if step is None:
-        return head or "the function"
-    prefix = head if isinstance(head, str) else _render(head)
-    if isinstance(step, str):
-        return prefix + (step if step.startswith("[") else f".{step}")
-    container, index = step
+    where, key = path
+    if key is None:
+        return where or "the function"
+    if isinstance(where, types.FunctionType):
+        kind, name = key
+        if kind == "default":
+            return f"default {name} of {where.__name__}"
+        return name if kind == "cell" else f"{kind} {name}"
+    if isinstance(key, str):
+        return f"{_render(where)}.{key}"
+    prefix, container = where
+    if isinstance(container, dict) and type(container) in _VISITORS:
+        return f"{_render(prefix)}[{list(container)[key]!r}]"
     paths, _ = jax.tree_util.tree_flatten_with_path(
         container, is_leaf=lambda part: part is not container
     )
-    keypath = paths[index][0]
-    return prefix + jax.tree_util.keystr(keypath)
+    return _render(prefix) + jax.tree_util.keystr(paths[key][0])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import abc
+import collections
 import dis
 import functools
 import sys
 import types
 from collections.abc import Iterator
-from typing import Generic, Protocol
+from typing import Any, Generic, Protocol
+
+from ._fingerprint import Same
 
 # Functions of these packages are taken as they are: their globals are not user state.
 _LIBRARIES = (frozenset(sys.stdlib_module_names) - {"__main__"}) | {
@@ -58,6 +61,7 @@ PURE_BASES = (object, abc.ABC, Generic, Protocol)
 # Modules whose functions answer differently each time, and attributes of others that lead there.
 _IMPURE_MODULES = frozenset({"random", "time", "secrets", "uuid", "numpy.random"})
 _IMPURE_ATTRIBUTES = {"numpy": {"random"}, "os": {"environ", "getenv", "urandom"}}
+_IMPURE_NAMES = frozenset().union(*_IMPURE_ATTRIBUTES.values())
 
 
 def is_impure(module: str | None, attributes: frozenset[str] | set[str] = frozenset()) -> bool:
@@ -67,9 +71,31 @@ def is_impure(module: str | None, attributes: frozenset[str] | set[str] = frozen
     )
 
 
+@functools.lru_cache(maxsize=4096)
 def is_library(module: str | None) -> bool:
     root, _, rest = (module or "").partition(".")
     return root in _LIBRARIES and not rest.startswith("examples")
+
+
+_DESCRIPTORS = (
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    types.WrapperDescriptorType,
+    type(vars(collections.namedtuple("_Pair", "x"))["x"]),
+)
+
+
+def class_parts(value: Any, name: str) -> list[Any]:
+    """What there is to compare in a class's attribute: functions in descriptors, or the value."""
+    if isinstance(value, (staticmethod, classmethod)):
+        return [value.__func__]
+    if isinstance(value, property):
+        return [f for f in (value.fget, value.fset) if f is not None]
+    if isinstance(value, functools.cached_property):
+        return [value.func]
+    if isinstance(value, _DESCRIPTORS) or name in ("__dict__", "__weakref__", "__doc__"):
+        return []
+    return [value]
 
 
 class CodeInfo:
@@ -78,7 +104,7 @@ class CodeInfo:
     __slots__ = (
         "compares_identity",
         "global_names",
-        "module_attributes",
+        "impure_attributes",
         "names",
         "opaque",
         "writes_cells",
@@ -95,7 +121,7 @@ class CodeInfo:
         self.written_global: tuple[str, int | None] | None = None
         self.writes_cells = False  # of an enclosing function
         self.compares_identity = False
-        self.module_attributes: set[tuple[str, str]] = set()
+        self.impure_attributes: set[tuple[str, str]] = set()  # of a global, if it is that module
         before = None
         for instruction in (i for c in _nested(code) for i in dis.get_instructions(c)):
             if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -108,7 +134,8 @@ class CodeInfo:
             elif instruction.opname == "IS_OP":
                 self.compares_identity = True
             elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and before is not None:
-                self.module_attributes.add((before, instruction.argval))
+                if instruction.argval in _IMPURE_NAMES:
+                    self.impure_attributes.add((before, instruction.argval))
             elif instruction.opname in _PSEUDO_NAMES:
                 names.add(_PSEUDO_NAMES[instruction.opname])
             before = instruction.argval if instruction.opname == "LOAD_GLOBAL" else None
@@ -129,9 +156,13 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _nested(const)
 
 
-@functools.lru_cache(maxsize=4096)
 def code_info(code: types.CodeType) -> CodeInfo:
-    return CodeInfo(code)
+    return _code_info(Same(code))  # by identity: a code object's own hash reads all of it
+
+
+@functools.lru_cache(maxsize=4096)
+def _code_info(fact: Same) -> CodeInfo:
+    return CodeInfo(fact.value)
 
 
 def line_that_changes(code: types.CodeType, name: str) -> int:

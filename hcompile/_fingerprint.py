@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import itertools
 import types
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
 import jax.core
 import numpy as np
 from jax import export
+
+_Tracer = jax.core.Tracer
 
 
 class Tag(enum.Enum):
@@ -29,31 +32,36 @@ class Tag(enum.Enum):
     MODULE = "module"  # an object with a structure of its own, which is compared; arrays lifted
     UNKNOWN = "unknown"  # the call is not eligible for reuse
 
+    __hash__ = object.__hash__  # in C, unlike that of Enum
+
 
 class Same:
-    """A fact that holds for one object only, by identity. Does not keep the object alive."""
+    """A fact that holds for one object only, by identity. Does not keep the object alive.
 
-    __slots__ = ("_hash", "_ref")
+    A live object has one ``Same``, so that facts are hashed and compared by identity, in C.
+    """
 
-    def __init__(self, value: Any):
+    __slots__ = ("_ref",)
+    _ref: Callable[[], Any]
+
+    def __new__(cls, value: Any) -> Same:
+        known = _sames.get(id(value))
+        if known is not None and known._ref() is value:
+            return known
+        key = id(value)
         try:
-            self._ref = weakref.ref(value)
-        except TypeError:  # no weak references: keeping it alive keeps its id from being reused
-            self._ref = lambda: value
-        self._hash = id(value)
+            ref = weakref.ref(value, lambda ref: _forget(key, ref))
+        except TypeError:
+            return _Held(value)
+        self = object.__new__(cls)
+        self._ref = ref
+        _sames[key] = self
+        return self
 
+    @property
     def value(self) -> Any:
-        """The object, or None if it is gone."""
+        """The object; None if it is gone."""
         return self._ref()
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Same):
-            return NotImplemented
-        mine = self._ref()
-        return mine is not None and mine is other._ref()
-
-    def __hash__(self) -> int:
-        return self._hash
 
     def __repr__(self) -> str:
         value = self._ref()
@@ -63,29 +71,70 @@ class Same:
         return f"{name or type(value).__name__} at {id(value):#x}"
 
 
-class Constant:
-    """A fact about a value and its type; ``nan`` equals itself, ``0.0`` does not equal ``-0.0``."""
+class _Held(Same):
+    """Of an object without weak references: keeping it alive keeps its id from being reused."""
 
-    __slots__ = ("key", "shown")
+    __slots__ = ()
 
-    def __init__(self, key: Hashable, shown: Any):
-        self.key = key
-        self.shown = shown
+    def __new__(cls, value: Any) -> Same:
+        self = object.__new__(cls)
+        self._ref = lambda: value
+        return self
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Constant) and other.key == self.key
+        return isinstance(other, _Held) and self._ref() is other._ref()
 
     def __hash__(self) -> int:
-        return hash(self.key)
+        return id(self._ref())
+
+
+# By id, which may be another object's by now: whoever reads an entry compares the object too.
+_sames: dict[int, Same] = {}
+
+
+def _forget(key: int, ref: Any) -> None:
+    known = _sames.get(key)
+    if known is not None and known._ref is ref:
+        del _sames[key]
+
+
+class Constant(tuple):
+    """A fact about a value and its type; ``nan`` equals itself, ``0.0`` does not equal ``-0.0``.
+
+    A tuple, whose hash and equality are C's, of the type and what tells values of it apart.
+    """
+
+    shown: Any
+
+    @property
+    def key(self) -> Hashable:
+        return self
 
     def __repr__(self) -> str:
         text = repr(self.shown)
         return text if len(text) <= 60 else text[:57] + "..."
 
 
-def is_number(fact: Any, kind: type) -> bool:
-    """Whether ``fact`` is about a Python number of exactly this type."""
-    return isinstance(fact, Constant) and type(fact.shown) is kind
+# Constants that are their own facts: none of them equals one of another type, or another fact.
+RAW = frozenset({int, str, bytes, types.NoneType, types.EllipsisType})
+
+
+def is_constant(fact: Any) -> bool:
+    """Whether ``fact`` is about one constant."""
+    return type(fact) in RAW or isinstance(fact, Constant)
+
+
+def integers(fact: Any) -> Iterator[int]:
+    """Every Python int in a fact, which may be about several constants."""
+    if type(fact) is int:
+        yield fact
+    elif isinstance(fact, tuple):
+        for part in fact:
+            yield from integers(part)
+
+
+# What JAX's own check, which is slow, says of JAX's types, and of tracers with such an aval.
+_array_types: dict[Any, bool] = {}
 
 
 def is_array(value: Any) -> bool:
@@ -94,7 +143,16 @@ def is_array(value: Any) -> bool:
     Not a NumPy array: Python code can branch on it, write to it, and compute with it in NumPy's
     own dtypes. It is a constant.
     """
-    return isinstance(value, jax.Array)
+    kind = type(value)
+    known = _array_types.get(kind)
+    if known is None and issubclass(kind, _Tracer):
+        kind = (kind, type(value.aval))
+        known = _array_types.get(kind)
+    if known is None:
+        known = isinstance(value, jax.Array)
+        if known and (isinstance(kind, tuple) or kind.__module__.startswith("jaxlib.")):
+            _array_types[kind] = known
+    return known
 
 
 def is_symbolic_dim(value: Any) -> bool:
@@ -103,11 +161,11 @@ def is_symbolic_dim(value: Any) -> bool:
 
 
 def is_traced(value: Any) -> bool:
-    return isinstance(value, jax.core.Tracer)
+    return isinstance(value, _Tracer)
 
 
 # Immutable, and equal only when interchangeable. A subclass can hold attributes: no constant.
-_PLAIN = frozenset({bool, int, str, bytes, types.NoneType, types.EllipsisType, range})
+PLAIN = frozenset({bool, int, str, bytes, types.NoneType, types.EllipsisType, range})
 _BY_VALUE = (
     enum.Enum,
     np.dtype,
@@ -121,17 +179,25 @@ _BY_VALUE = (
 def constant(value: Any) -> Constant | None:
     """The fact for ``value`` if it is a constant, else None."""
     key = _constant_key(value)
-    return None if key is None else Constant(key, value)
+    if key is None:
+        return None
+    fact = Constant(key)
+    fact.shown = value
+    return fact
 
 
-def _constant_key(value: Any) -> Hashable | None:
+def _constant_key(value: Any) -> tuple | None:
     kind = type(value)
-    if kind in _PLAIN or isinstance(value, _BY_VALUE):
+    if kind in PLAIN:
+        return (kind, value)
+    if kind is float and value and value == value:
         return (kind, value)
     if kind in (float, complex):
-        return (kind, repr(value))  # repr tells nan, -0.0 and every digit apart
+        return (kind, repr(value))  # repr tells nan and -0.0 apart
+    if isinstance(value, _BY_VALUE):
+        return (kind, value)
     if isinstance(value, np.generic) and not value.dtype.hasobject:
-        return (kind, value.tobytes())
+        return (kind, value.dtype, value.tobytes())
     if kind is np.ndarray and not value.dtype.hasobject:
         content = hashlib.blake2b(np.ascontiguousarray(value)).digest()
         return (kind, value.dtype, value.shape, content)
@@ -148,3 +214,32 @@ def _constant_key(value: Any) -> Hashable | None:
 def _sequence_key(kind: type, values: tuple) -> tuple | None:
     keys = tuple(map(_constant_key, values))
     return None if None in keys else (kind, *keys)
+
+
+def exact_key(value: Any) -> Hashable | None:
+    """What tells plain constants apart, down to their types; in a tuple, or a tuple of tuples."""
+    if type(value) is not tuple:
+        return (value, type(value)) if type(value) in PLAIN else None
+    if set(map(type, value)) == {tuple}:
+        kinds = tuple(map(type, itertools.chain.from_iterable(value)))
+    else:
+        kinds = tuple(map(type, value))
+    return (value, kinds) if PLAIN.issuperset(kinds) else None
+
+
+class Beside:
+    """What a pytree node keeps beside its children, compared as treespecs compare it."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: Any):
+        self.data = data
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Beside) and bool(self.data == other.data)
+
+    def __hash__(self) -> int:  # as treespecs, which allow it to be unhashable
+        return hash(Beside)
+
+    def __repr__(self) -> str:
+        return repr(self.data)

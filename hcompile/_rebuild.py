@@ -5,27 +5,33 @@ from __future__ import annotations
 import collections
 import struct
 import types
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
+
+import jax
 
 
 class Node:
     """One value that the walk met, its parts by key, and how to put new parts together.
 
-    ``blank`` allocates the copy before its parts are known, so that cycles can be rebuilt; it and
-    ``fill`` are None for a value that is only compared. A node without ``parts`` and with an
-    ``index`` is an array.
+    ``parts`` holds what a copy may need anew: nodes, and arrays by their number. What is in neither
+    is constant, and stays as it is. ``blank`` allocates the copy before its parts are known, so
+    that cycles can be rebuilt; it and ``fill`` are None for a value that is only compared.
     """
 
-    __slots__ = ("blank", "fill", "index", "mutable", "parts", "value")
+    __slots__ = ("blank", "fill", "mutable", "number", "parts", "value")
 
-    def __init__(self, value: Any, *, mutable: bool = False, index: int | None = None):
+    def __init__(self, value: Any, number: int, mutable: bool = False):
         self.value = value
-        self.index = index
+        self.number = number
         self.mutable = mutable
-        self.parts: dict[Hashable, Node] = {}
+        self.parts: dict[Hashable, Part] = {}
         self.blank: Callable[[Any], Any] | None = None
         self.fill: Callable[[Any, Any, dict[Hashable, Any]], Any] | None = None
+
+
+Part = Node | int
 
 
 def _slots(kind: type) -> list[str]:
@@ -37,6 +43,14 @@ def _slots(kind: type) -> list[str]:
 
 
 _POINTER = struct.calcsize("P")
+# What a class lays out when it is made: names of slots, or None if there is more than these.
+_layouts: weakref.WeakKeyDictionary[type, list[str] | None] = weakref.WeakKeyDictionary()
+
+
+def _layout(kind: type) -> list[str] | None:
+    slots = _slots(kind)
+    hidden = kind.__basicsize__ - object.__basicsize__ - _POINTER * len(slots)
+    return None if kind.__itemsize__ or not 0 <= hidden <= 2 * _POINTER else slots
 
 
 def instance_attributes(value: Any) -> dict[str, Any] | None:
@@ -46,13 +60,14 @@ def instance_attributes(value: Any) -> dict[str, Any] | None:
     ``__weakref__``: a lock, a file, a NumPy generator.
     """
     kind = type(value)
-    slots = _slots(kind)
-    hidden = kind.__basicsize__ - object.__basicsize__ - _POINTER * len(slots)
-    has_attributes = bool(slots) or hasattr(value, "__dict__")
-    if not has_attributes or kind.__itemsize__ or not 0 <= hidden <= 2 * _POINTER:
+    try:
+        slots = _layouts[kind]
+    except KeyError:
+        slots = _layouts[kind] = _layout(kind)
+    if slots is None or not (slots or hasattr(value, "__dict__")):
         return None
-    attributes = {s: getattr(value, s) for s in slots if hasattr(value, s)}
-    return attributes | dict(getattr(value, "__dict__", {}))
+    attributes: dict[str, Any] = dict(getattr(value, "__dict__", {}))
+    return {s: getattr(value, s) for s in slots if hasattr(value, s)} | attributes
 
 
 class Rebuilder:
@@ -61,30 +76,35 @@ class Rebuilder:
     def __init__(self, arrays: Sequence[Any], nodes: list[Node]):
         self._arrays = arrays
         self._done: dict[int, Any] = {}
-        self._needed = {id(n) for n in nodes if n.index is not None or n.mutable}
+        self._needed = {id(n) for n in nodes if n.mutable}
         grown = True
         while grown:  # to a fixed point, since nodes can form cycles
             fresh = {
                 id(n)
                 for n in nodes
-                if id(n) not in self._needed
-                and any(id(part) in self._needed for part in n.parts.values())
+                if id(n) not in self._needed and any(map(self._is_needed, n.parts.values()))
             }
             self._needed |= fresh
             grown = bool(fresh)
 
-    def __call__(self, node: Node) -> Any:
-        if node.index is not None:
-            return self._arrays[node.index]
-        if id(node) not in self._needed or node.fill is None:
-            return node.value
-        if id(node) not in self._done:
+    def _is_needed(self, part: Part) -> bool:
+        return isinstance(part, int) or id(part) in self._needed
+
+    def __call__(self, part: Part) -> Any:
+        if isinstance(part, int):
+            return self._arrays[part]
+        if id(part) not in self._needed or part.fill is None:
+            return part.value
+        if id(part) not in self._done:
             blank = None
-            if node.blank is not None:
-                blank = self._done[id(node)] = node.blank(node.value)
-            parts = {key: self(part) for key, part in node.parts.items()}
-            self._done[id(node)] = node.fill(blank, node.value, parts)
-        return self._done[id(node)]
+            if part.blank is not None:
+                blank = self._done[id(part)] = part.blank(part.value)
+            parts = {key: self(inner) for key, inner in part.parts.items()}
+            self._done[id(part)] = part.fill(blank, part.value, parts)
+        return self._done[id(part)]
+
+
+# How copies are allocated and filled. ``parts`` are the new ones; the others are the old value's.
 
 
 def blank_function(fn: types.FunctionType) -> types.FunctionType:
@@ -96,19 +116,47 @@ def blank_function(fn: types.FunctionType) -> types.FunctionType:
 
 
 def fill_function(copy: Any, fn: Any, parts: dict[Any, Any]) -> types.FunctionType:
-    for name, cell in zip(fn.__code__.co_freevars, copy.__closure__ or (), strict=True):
-        if ("cell", name) in parts:
-            cell.cell_contents = parts["cell", name]
-    defaults = fn.__defaults__
-    copy.__defaults__ = defaults and tuple(parts["default", i] for i in range(len(defaults)))
-    kwdefaults = fn.__kwdefaults__
-    copy.__kwdefaults__ = kwdefaults and {name: parts["kwdefault", name] for name in kwdefaults}
+    names = fn.__code__.co_freevars
+    for name, old, new in zip(names, fn.__closure__ or (), copy.__closure__ or (), strict=True):
+        try:
+            new.cell_contents = parts.get(("cell", name), old.cell_contents)
+        except ValueError:  # an empty cell
+            pass
+    defaults = enumerate(fn.__defaults__ or ())
+    new_defaults = tuple(parts.get(("default", i), old) for i, old in defaults)
+    copy.__defaults__ = fn.__defaults__ and new_defaults
+    kwdefaults = (fn.__kwdefaults__ or {}).items()
+    new_kwdefaults = {n: parts.get(("default", n), old) for n, old in kwdefaults}
+    copy.__kwdefaults__ = fn.__kwdefaults__ and new_kwdefaults
     for key, value in parts.items():
         if isinstance(key, str):
             copy.__dict__[key] = value
         elif key[0] == "global":
             copy.__globals__[key[1]] = value
     return copy
+
+
+def fill_method(_: None, old: types.MethodType, parts: dict[Any, Any]) -> types.MethodType:
+    return types.MethodType(parts.get("func", old.__func__), parts.get("self", old.__self__))
+
+
+def fill_partial(_: None, old: Any, parts: dict[Any, Any]) -> Any:
+    args, keywords = parts.get("args", old.args), parts.get("keywords", old.keywords)
+    return type(old)(parts.get("func", old.func), *args, **keywords)
+
+
+def fill_sequence(_: None, old: Any, parts: dict[Any, Any]) -> Any:
+    return type(old)(parts.get(i, part) for i, part in enumerate(old))
+
+
+def fill_pytree(_: None, old: Any, parts: dict[Any, Any]) -> Any:
+    children, treedef = jax.tree_util.tree_flatten(old, is_leaf=lambda part: part is not old)
+    new = [parts.get(i, child) for i, child in enumerate(children)]
+    return jax.tree_util.tree_unflatten(treedef, new)
+
+
+def fill_copy(_: None, old: Any, parts: dict[Any, Any]) -> Any:
+    return old.copy()
 
 
 def blank_dict(value: Any) -> Any:
@@ -118,7 +166,8 @@ def blank_dict(value: Any) -> Any:
 
 
 def fill_dict(copy: Any, value: Any, parts: dict[Any, Any]) -> Any:
-    copy.update(zip(value, parts.values(), strict=True))
+    for i, (key, old) in enumerate(value.items()):
+        copy[key] = parts.get(i, old)
     return copy
 
 

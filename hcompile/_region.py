@@ -24,7 +24,7 @@ from . import _body, _errors, _jax_compat, _logs
 from ._canonical import Canonicalizer, difference
 from ._capture import Captured, UnknownLeafError
 from ._code import SUBSCRIPT
-from ._fingerprint import is_number
+from ._fingerprint import integers
 from ._options import Mark, RegionOptions, checked_mark, jit_name
 from ._reuse import (
     Miss,
@@ -276,7 +276,7 @@ class _Call:
     def _explain(self, latest: ReuseEntry | None, facts: tuple) -> Miss:
         if self.mark.reuse_hash_fn is not None:
             return explain_hash_miss(latest, facts, _logs.user_frame())
-        return explain_miss(latest, facts, self.captured.path, _logs.user_frame())
+        return explain_miss(latest, facts, self.captured, _logs.user_frame())
 
     def _spend(self, phase: str, since: float) -> float:
         now = time.perf_counter()
@@ -298,9 +298,9 @@ class _Call:
         structure = jax.tree_util.tree_structure((self.args, self.kwargs))
         # A layer number can pick weights from a list, which the number of arrays does not tell.
         picks = self.captured.reads((SUBSCRIPT, "__getitem__", "itemgetter"))
-        integers = [f for f in self.captured.facts if picks and is_number(f, int)]
+        numbers = integers(tuple(self.captured.facts)) if picks else ()
         settings = _jax_compat.settings()
-        return ("reuse hash", number, structure, len(self.captured.arrays), settings, *integers)
+        return ("reuse hash", number, structure, len(self.captured.arrays), settings, *numbers)
 
     def trace(self, arrays: Any) -> _body.Outcome:
         """Runs inside the trace that JAX makes of this call's body."""
@@ -457,7 +457,7 @@ def cache_info() -> dict[str, dict[str, Any]]:
 
 
 def _place(function: Any) -> str:
-    code = function[0].value() if isinstance(function, tuple) else None
+    code = function[0].value if isinstance(function, tuple) else None
     return f" ({code.co_filename}:{code.co_firstlineno})" if code else f" ({function})"
 
 

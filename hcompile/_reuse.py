@@ -42,7 +42,8 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from . import _errors
-from ._fingerprint import Constant, Same, Tag
+from ._capture import Captured
+from ._fingerprint import Same, Tag, constant, is_constant
 
 MAX_ENTRIES = 4096
 
@@ -235,7 +236,7 @@ class ReuseCache:
             self._forget_gone()
             if hash(code) not in self._watched:
                 self._watched.add(hash(code))
-                weakref.finalize(code.value(), self._gone.append, hash(code)).atexit = False
+                weakref.finalize(code.value, self._gone.append, hash(code)).atexit = False
             self._entries[key, entry.facts] = entry
             self._latest[key] = entry
             while len(self._entries) > MAX_ENTRIES:
@@ -294,7 +295,7 @@ def function_key(fn: Callable[..., Any]) -> Hashable | None:
 
 
 def explain_miss(
-    old: ReuseEntry | None, facts: tuple[Any, ...], path: Callable[[int], str], where: str
+    old: ReuseEntry | None, facts: tuple[Any, ...], captured: Captured, where: str
 ) -> Miss:
     """The first fact in which a call differs from the latest cached one of its function."""
     if old is None:
@@ -303,8 +304,9 @@ def explain_miss(
     *new_facts, settings = facts
     for index, (before, fact) in enumerate(itertools.zip_longest(old_facts, new_facts)):
         if before != fact:
-            text = f"{path(index)} was {before!r} and is now {fact!r}"
-            return Miss(_kind(before, fact), text, where)
+            path, old_value, value = captured.difference(index, before, fact)
+            text = f"{path} was {old_value!r} and is now {value!r}"
+            return Miss(_kind(old_value, value), text, where)
     return Miss("avals", f"JAX's settings were {old_settings} and are now {settings}", where)
 
 
@@ -327,9 +329,9 @@ def explain_hash_miss(old: ReuseEntry | None, facts: tuple[Any, ...], where: str
 
 
 def _kind(before: Any, fact: Any) -> str:
-    if isinstance(before, Constant) and isinstance(fact, Constant):
+    if all(is_constant(part) or constant(part) is not None for part in (before, fact)):
         return "constant"
-    if Tag.ARRAY in (before, fact) or isinstance(before, Constant) or isinstance(fact, Constant):
+    if Tag.ARRAY in (before, fact) or is_constant(before) or is_constant(fact):
         return "structure"
     is_object = isinstance(fact, Same) or (
         isinstance(fact, tuple) and any(isinstance(part, Same) for part in fact)

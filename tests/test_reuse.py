@@ -449,7 +449,7 @@ class TestLogs:
 
         jax.jit(Model())(1.0)
         line = Model.__call__.__wrapped__.__code__.co_firstlineno + 3
-        assert "the body changed arguments[0][0].count, at line" in caplog.text
+        assert "the body changed arguments[0].count, at line" in caplog.text
         assert f"line {line} of" in caplog.text
 
     @pytest.mark.parametrize("parts", ["reuse", "compile", "plan", "reuse,compile,plan"])

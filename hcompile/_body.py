@@ -26,30 +26,38 @@ from ._reuse import NotReusableError, python_function
 CHECKS_HITS = os.environ.get("HCOMPILE_CHECK") == "1"
 
 
-def trace(
-    captured: Captured, options: RegionOptions, arrays: Sequence[Any], twins: Twins
+def finish(
+    name: str,
+    jaxpr: Any,
+    spec: OutSpec,
+    options: RegionOptions,
+    twins: Twins,
+    arrays: Sequence[Any],
 ) -> Outcome:
-    """Traces the call that was taken apart, with ``arrays`` in place of its own.
+    """The outcome of region ``name``'s traced body on these arrays, with what reports and reuse need of it."""
+    forms = Canonicalizer(keep_rules=True)
+    spec.form = normal_form(Canonicalizer(), jaxpr).form
+    spec.exact = Canonicalizer().jaxpr(jaxpr) if CHECKS_HITS else None
+    spec.where = _logs.user_frame()
+    if jaxpr.effects:
+        return Outcome(_with_residuals(jaxpr, options.residuals)(*arrays), spec)
+    spec.body = normal_form(forms, jaxpr, opens_calls=False)
+    return Outcome(twins.run(name, jaxpr, spec.body, forms, options, arrays), spec)
+
+
+def trace_to_jaxpr(captured: Captured, arrays: Sequence[Any]) -> tuple[Any, OutSpec]:
+    """The closed jaxpr of the call over flat arrays, and the shape of its result.
 
     Raises:
       NotReusableError: if what was traced holds for this call only.
     """
-    jaxpr, spec = trace_to_jaxpr(captured, arrays)
-    spec.form = normal_form(Canonicalizer(), jaxpr).form
-    spec.exact = Canonicalizer().jaxpr(jaxpr) if CHECKS_HITS else None
-    spec.where = _logs.user_frame()
-    return Outcome(twins.run(jaxpr, options, arrays), spec)
-
-
-def trace_to_jaxpr(captured: Captured, arrays: Sequence[Any]) -> tuple[Any, OutSpec]:
-    """The closed jaxpr of the call over flat arrays, and the shape of its result."""
     specs: list[OutSpec] = []
 
     def flat(*arrays: Any) -> list[Any]:
         fn, args, kwargs = captured.rebuild(arrays)
         result = fn(*args, **kwargs)
         _check_unchanged(fn, captured, Captured(fn, args, kwargs), captured.placed(arrays))
-        leaves, spec = _split_result(result)
+        leaves, spec = split_result(result)
         specs.append(spec)
         return leaves
 
@@ -86,7 +94,7 @@ def _is(a: Any, b: Any) -> bool:
 _CONSTANTS = (bool, int, float, complex, str, bytes, np.generic, np.ndarray)
 
 
-def _split_result(result: Any) -> tuple[list[Any], OutSpec]:
+def split_result(result: Any) -> tuple[list[Any], OutSpec]:
     leaves, treedef = jax.tree_util.tree_flatten(_without_dicts(result))
     arrays, constants = [], {}
     for i, leaf in enumerate(leaves):
@@ -153,22 +161,25 @@ class Twins:
     nested jit, with the literals that differ as inputs. JAX then differentiates and lowers it once.
     """
 
-    def __init__(self, name: str):
-        self._name = name
+    def __init__(self) -> None:
         self._known: dict[Hashable, _Twin] = {}
 
-    def run(self, jaxpr: Any, options: RegionOptions, arrays: Sequence[Any]) -> Sequence[Any]:
-        """The results of a traced body on these arrays."""
-        if jaxpr.effects:
-            return _with_residuals(jaxpr, options.residuals)(*arrays)
-        forms = Canonicalizer(keep_rules=True)
-        body = normal_form(forms, jaxpr, opens_calls=False)
+    def run(
+        self,
+        name: str,
+        jaxpr: Any,
+        body: Body,
+        forms: Canonicalizer,
+        options: RegionOptions,
+        arrays: Sequence[Any],
+    ) -> Sequence[Any]:
+        """The results of a traced body, ``body`` being its normal form, on these arrays."""
         twin = self._known.get(body.form)
         if twin is None or any(kind == "value" for kind, _ in body.results):
             if len(self._known) < _MAX_TWINS:
                 self._known[body.form] = _Twin(body, forms)
             return _with_residuals(jaxpr, options.residuals)(*arrays)
-        outputs = twin.call(body, options, self._name, arrays)
+        outputs = twin.call(body, options, name, arrays)
         return [outputs[i] if kind == "output" else arrays[i] for kind, i in body.results]
 
 
@@ -240,19 +251,28 @@ class OutSpec:
     Attributes:
       treedef: of the result.
       constants: leaves of the result that are no arrays, by position.
-      form: the body's normal form.
+      body: the body in normal form, its calls not opened; None if it has effects.
+      form: the form of the body with its calls opened.
       exact: its canonical form, for ``HCOMPILE_CHECK``.
       where: the user's line that it was traced for.
     """
 
-    __slots__ = ("constants", "exact", "form", "treedef", "where")
+    __slots__ = ("body", "constants", "exact", "form", "treedef", "where")
 
     def __init__(self, treedef: Any, constants: dict[int, Any]):
         self.treedef = treedef
         self.constants = constants
+        self.body: Any = None
         self.form: Any = None
         self.exact: Any = None
         self.where = ""
+
+    def fits(self, other: OutSpec) -> bool:
+        """Whether another trace's result has the same tree and the same constants in it."""
+        mine, others = self.constants, other.constants
+        if self.treedef != other.treedef or mine.keys() != others.keys():
+            return False
+        return all(constant(mine[i]) == constant(others[i]) for i in mine)
 
     def unflatten(self, arrays: Sequence[Any]) -> Any:
         remaining = iter(arrays)

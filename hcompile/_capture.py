@@ -19,12 +19,11 @@ layer's ``name`` does not defeat reuse unless something reads it.
 
 from __future__ import annotations
 
-import collections
 import functools
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -51,6 +50,7 @@ from ._fingerprint import (
     is_array,
     is_traced,
 )
+from ._paths import DICTS, difference, render
 from ._rebuild import (
     Node,
     Part,
@@ -100,11 +100,14 @@ class Captured:
     """A call taken apart; see the module's docstring.
 
     Attributes:
+      call: the function, arguments and keyword arguments.
       arrays: what is lifted, in order.
       facts: hashable values, in order; equal facts mean interchangeable calls.
       compared: concrete arrays that no rebuilding reaches (read by a method from its module, say).
         They stay constants of the body, and facts pin their identity.
     """
+
+    visitors: ClassVar[dict[type, _Visitor]]  # by exact type; see below
 
     def __init__(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]):
         self.arrays: list[Any] = []
@@ -113,7 +116,7 @@ class Captured:
         self._paths: list[Any] = []
         self._nodes: list[Node] = []  # keeps alive what is known by its id
         self._known: tuple[dict[int, Node], dict[int, Node]] = ({}, {})  # [replaceable]
-        self._visitors = _VISITORS.copy()
+        self._visitors = self.visitors.copy()
         self._classes: dict[int, tuple[Same, bool]] = {}
         self._noted: set[int] = set()
         self._namespaces: list[_Namespace] = []
@@ -122,7 +125,7 @@ class Captured:
         self._compares_identity = False
         self._alias: tuple[int, ...] | None = None
         self._names: set[str] = set()
-        self._call = (fn, args, kwargs)
+        self.call = (fn, args, kwargs)
         self._parts = (
             self._visit(fn, ("", None), True),
             self._visit(args, ("arguments", None), True),
@@ -141,29 +144,17 @@ class Captured:
 
     def path(self, index: int) -> str:
         """Where fact number ``index`` was found, e.g. ``self.norm.eps`` or ``arguments[1]``."""
-        return _render(self._paths[index]) if index < len(self._paths) else "the end"
+        return render(self._paths[index]) if index < len(self._paths) else "the end"
 
     def difference(self, index: int, before: Any, fact: Any) -> tuple[str, Any, Any]:
         """Where fact number ``index`` differs from what it was: the path, and both values there."""
         path = self.path(index)
-        if before is None and type(fact) is tuple and type(fact[0]) is int:
-            before = fact[:1]
-        if not (type(before) is tuple and type(fact) is tuple and before and fact):
-            return path, before, fact
-        if type(before[0]) is int and type(fact[0]) is int:  # named attributes
-            changed = sorted(set(before[1:]) ^ set(fact[1:]))
-            if changed:
-                there, gone = "an attribute", "not there"
-                was, now = (there, gone) if changed[0] in before else (gone, there)
-                return f"{path}.{changed[0]}", was, now
-        elif len(before) > 2 and isinstance(before[0], type) and before[:-2] == fact[:-2]:
-            return _first_difference(path, before, fact)  # plain constants, in one fact
-        return path, before, fact
+        return difference(path, before, fact)
 
     def rebuild(self, arrays: Sequence[Any]) -> tuple[Callable[..., Any], tuple, dict[str, Any]]:
         """``(fn, args, kwargs)`` with ``arrays`` in the places of ``self.arrays``."""
         rebuilder = Rebuilder(self.placed(arrays), self._nodes)
-        pairs = zip(self._call, self._parts, strict=True)
+        pairs = zip(self.call, self._parts, strict=True)
         call: Any = tuple(old if part is None else rebuilder(part) for old, part in pairs)
         return call
 
@@ -249,7 +240,7 @@ class Captured:
     def _visit_perhaps_constant(self, value: Any, path: Any, replaceable: bool) -> Part | None:
         fact = constant(value)
         if fact is None:
-            raise UnknownLeafError(f"{_render(path)} is a {type(value).__name__} of objects")
+            raise UnknownLeafError(f"{render(path)} is a {type(value).__name__} of objects")
         self._record(fact, path)
         return self._copied_array(value) if isinstance(value, np.ndarray) else None
 
@@ -274,16 +265,14 @@ class Captured:
 
     def _visit_array(self, value: Any, path: Any, replaceable: bool) -> Part | None:
         if not is_array(value):
-            raise UnknownLeafError(f"{_render(path)} is a traced value that is no array")
+            raise UnknownLeafError(f"{render(path)} is a traced value that is no array")
         if replaceable:
             self.facts.append(_ARRAY)
             self._paths.append(path)
             self.arrays.append(value)  # not by identity: one array in two places is two inputs
             return len(self.arrays) - 1
         if is_traced(value):
-            raise UnknownLeafError(
-                f"{_render(path)} is a traced array that cannot be made an input"
-            )
+            raise UnknownLeafError(f"{render(path)} is a traced array that cannot be made an input")
         self._record((_ARRAY, Same(value)), path)
         self.compared.append(value)
         return None
@@ -292,7 +281,7 @@ class Captured:
         namespace = fn.__globals__
         module = namespace.get("__name__")
         if is_impure(module):
-            raise UnknownLeafError(f"{_render(path)} can answer differently each time")
+            raise UnknownLeafError(f"{render(path)} can answer differently each time")
         library = is_library(module)
         if library and not fn.__closure__:
             self._record(Same(fn), path)
@@ -410,7 +399,7 @@ class Captured:
             return fact
         if isinstance(key, (type, types.FunctionType)):
             return Same(key)
-        raise UnknownLeafError(f"{_render(path)} has a key {key!r} of unknown equality")
+        raise UnknownLeafError(f"{render(path)} has a key {key!r} of unknown equality")
 
     def _remember_contents(self, value: Any, replaceable: bool) -> None:
         """Of a list or dict that is reached through a class or module, and so is not copied."""
@@ -447,23 +436,23 @@ class Captured:
     def _visit_set(self, value: set, path: Any, replaceable: bool) -> Node:
         fact = constant(frozenset(value))
         if fact is None:
-            raise UnknownLeafError(f"{_render(path)} is a set of unknown equality")
+            raise UnknownLeafError(f"{render(path)} is a set of unknown equality")
         node = self._add(value, replaceable, mutable=True)
         self._record(("set", fact), path)
         node.fill = fill_copy
         return node
 
     def _visit_cell(self, value: types.CellType, path: Any, replaceable: bool) -> Node:
-        raise UnknownLeafError(f"{_render(path)} is a cell")
+        raise UnknownLeafError(f"{render(path)} is a cell")
 
     def _visit_library_callable(self, value: Any, path: Any, replaceable: bool) -> Node:
         """A jitted function, a ufunc, a ``custom_vjp``: the very object, and what it wraps."""
         owner = getattr(value, "__self__", None)
         has_state = owner is not None and not isinstance(owner, (type, types.ModuleType))
         if has_state or isinstance(value, (weakref.ref, _LRU_CACHE)):
-            raise UnknownLeafError(f"{_render(path)} is a {type(value).__name__} with state")
+            raise UnknownLeafError(f"{render(path)} is a {type(value).__name__} with state")
         if is_impure(getattr(value, "__module__", None)):
-            raise UnknownLeafError(f"{_render(path)} can answer differently each time")
+            raise UnknownLeafError(f"{render(path)} can answer differently each time")
         node = self._add(value, replaceable)
         self._record(Same(value), path)
         inside = (getattr(value, "__wrapped__", None), *getattr(value, "__dict__", {}).values())
@@ -474,7 +463,7 @@ class Captured:
 
     def _visit_module(self, value: types.ModuleType, path: Any, replaceable: bool) -> Part | None:
         if is_impure(value.__name__):
-            raise UnknownLeafError(f"{_render(path)} is the module {value.__name__}")
+            raise UnknownLeafError(f"{render(path)} is the module {value.__name__}")
         self._record(Same(value), path)
         if is_library(value.__name__):
             return None
@@ -491,7 +480,7 @@ class Captured:
         kind = type(value)
         attributes = instance_attributes(value)
         if attributes is None:
-            raise UnknownLeafError(f"{_render(path)} is a {kind.__qualname__}: unknown equality")
+            raise UnknownLeafError(f"{render(path)} is a {kind.__qualname__}: unknown equality")
         node = self._add(value, replaceable, mutable=True)
         node.blank, node.fill = blank_object, fill_object
         fact, has_library = self._note_classes(kind, path)
@@ -567,7 +556,7 @@ class Captured:
 
 _Visitor = Callable[[Captured, Any, Any, bool], Part | None]
 
-_VISITORS: dict[type, _Visitor] = {
+Captured.visitors = {
     bool: Captured._visit_constant,
     float: Captured._visit_constant,
     complex: Captured._visit_constant,
@@ -581,10 +570,7 @@ _VISITORS: dict[type, _Visitor] = {
     tuple: Captured._visit_sequence,
     list: Captured._visit_sequence,
     set: Captured._visit_set,
-    # Dicts whose copies and order Python code can see; others are left to their registration.
-    dict: Captured._visit_dict,
-    collections.OrderedDict: Captured._visit_dict,
-    collections.defaultdict: Captured._visit_dict,
+    **dict.fromkeys(DICTS, Captured._visit_dict),
 }
 # Whether these are constants depends on what they hold.
 _PERHAPS_CONSTANT = (np.ndarray, np.generic, slice, frozenset)
@@ -595,40 +581,3 @@ def _attributes(value: Any) -> Mapping[str, Any]:
     if isinstance(value, (type, types.ModuleType, types.FunctionType)):
         return vars(value)
     return instance_attributes(value) or {}
-
-
-def _first_difference(path: str, before: tuple, fact: tuple) -> tuple[str, Any, Any]:
-    *head, kinds, values = fact
-    *_, old_kinds, old_values = before
-    for i, (old_kind, kind) in enumerate(zip(old_kinds, kinds, strict=False)):
-        if (old_kind, old_values[i]) != (kind, values[i]):
-            key = i if len(head) == 1 else head[1][i]
-            return f"{path}[{key!r}]", old_values[i], values[i]
-    return path, before, fact
-
-
-# --- Paths, for reports -----------------------------------------------------------------------
-
-
-# A path is ``(text, None)``, or where something was found and its key there: an attribute's name,
-# a number in ``(path, container)``, or a kind and name in a function.
-
-
-def _render(path: Any) -> str:
-    where, key = path
-    if key is None:
-        return where or "the function"
-    if isinstance(where, types.FunctionType):
-        kind, name = key
-        if kind == "default":
-            return f"default {name} of {where.__name__}"
-        return name if kind == "cell" else f"{kind} {name}"
-    if isinstance(key, str):
-        return f"{_render(where)}.{key}"
-    prefix, container = where
-    if isinstance(container, dict) and type(container) in _VISITORS:
-        return f"{_render(prefix)}[{list(container)[key]!r}]"
-    paths, _ = jax.tree_util.tree_flatten_with_path(
-        container, is_leaf=lambda part: part is not container
-    )
-    return _render(prefix) + jax.tree_util.keystr(paths[key][0])

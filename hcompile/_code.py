@@ -54,6 +54,11 @@ _PSEUDO_NAMES = {
     "CHECK_EXC_MATCH": CATCH,
     "MATCH_CLASS": MATCH,
 }
+# Where code can go another way for an abstract value than for a number, and no error tells.
+ASKS_ABOUT_VALUES = frozenset({CATCH, MATCH, "__str__", "__repr__", "__format__"}) | frozenset(
+    """isinstance issubclass type __class__ hash id callable hasattr getattr isscalar
+    suppress""".split()
+)
 # Classes without state or methods of their own, which do not make an instance a library's.
 PURE_BASES = (object, abc.ABC, Generic, Protocol)
 

@@ -83,6 +83,15 @@ class Slot:
             array = np.asarray(number, self.aval.dtype)
         return number if self.aval.weak_type else array
 
+    def gives(self, numbers: Sequence[Number], literal: Any) -> bool:
+        """Whether the value for these numbers is a literal's, to the bit."""
+        try:
+            value = np.asarray(self.value(numbers), literal.aval.dtype)
+        except ArithmeticError:
+            return False
+        own = np.asarray(literal.val, literal.aval.dtype)
+        return self.aval == literal.aval and value.tobytes() == own.tobytes()
+
 
 class NoMatchError(Exception):
     """The general trace does not give the plain one back."""
@@ -164,7 +173,7 @@ class _Match:
             value = self._read(atom)
             if isinstance(value, Formula) and isinstance(own, _jax_compat.Literal):
                 slot = Slot(value, own.aval)
-                if not self._gives(slot, own):
+                if not slot.gives(self._numbers, own):
                     return False
                 found.append((k, slot))
             elif not self._same(value, own):
@@ -175,15 +184,6 @@ class _Match:
         self._env.update(zip(eqn.outvars, mine.outvars, strict=True))
         self._next += 1
         return True
-
-    def _gives(self, slot: Slot, literal: Any) -> bool:
-        """Whether a slot has the value of a literal of the plain trace, to the bit."""
-        try:
-            value = np.asarray(slot.value(self._numbers), literal.aval.dtype)
-        except ArithmeticError:
-            return False
-        own = np.asarray(literal.val, literal.aval.dtype)
-        return value.tobytes() == own.tobytes()
 
     def _same(self, value: Any, own: Any) -> bool:
         if isinstance(own, _jax_compat.Literal):

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
 import jax
@@ -25,6 +25,16 @@ from ._canonical import Canonicalizer, difference
 from ._capture import Captured, UnknownLeafError
 from ._code import SUBSCRIPT
 from ._fingerprint import integers
+from ._general import (
+    Generals,
+    Holes,
+    agrees,
+    allows_holes,
+    generalised,
+    holes_between,
+    with_holes,
+)
+from ._numbers import NoMatchError, Slot
 from ._options import Mark, RegionOptions, checked_mark, jit_name
 from ._reuse import (
     Miss,
@@ -223,6 +233,10 @@ class _Call:
         self.captured: Any = None
         self.miss: Miss | None = None
         self.traced = False
+        self.plain: Any = None  # the call's own jaxpr and result, once traced
+        self.lifted: Any = None  # the jaxpr with its numbers as inputs
+        self.holes: Holes = ()
+        self.numbers: Sequence[Any] = ()
 
     def run(self) -> Any:
         key = function_key(self.fn)
@@ -251,27 +265,96 @@ class _Call:
         start = time.perf_counter()
         self.captured = Captured(self.fn, self.args, self.kwargs)
         self._spend("lookup", start)
-        self.key = key = (key, self.mark)
+        self.key = (key, self.mark)
         facts = self._facts()
         start = time.perf_counter()
-        entry = _cache.find(key, facts)
+        entry = _cache.find(self.key, facts)
+        values: Sequence[Any] = ()
+        if entry is None:
+            entry, values = self._find_general(facts)
         is_new = entry is None
         if entry is None:
-            self.miss = self._explain(_cache.latest(key), facts)
-            entry = ReuseEntry(facts, _new_body(self.name, self.mark))
+            recent = _cache.recent(self.key)
+            self.miss = self._explain(recent[0] if recent else None, facts)
+            entry, values = self._make_entry(recent, facts)
         start = self._spend("lookup", start)
+        outcome = self._call(entry, values)
+        self._spend("stamp_out", start)
+        if is_new:
+            _cache.add(self.key, entry)
+        if self.traced:
+            entry.spec = outcome.spec
+        self._record(outcome.spec)
+        return outcome
+
+    def _call(self, entry: ReuseEntry, values: Sequence[Any]) -> _body.Outcome:
+        self.entry = entry
         _active.calls.append(self)
         try:
             if self.mark.options.on_reuse_limit == "inline" and self.program is not None:
-                self._check_room(entry.jitted.eval_shape(*self.captured.arrays).spec)
-            outcome = entry.jitted(*self.captured.arrays)
+                self._check_room(entry.jitted.eval_shape(*self.captured.arrays, *values).spec)
+            return entry.jitted(*self.captured.arrays, *values)
         finally:
             _active.calls.pop()
-            self._spend("stamp_out", start)
-        if is_new:
-            _cache.add(key, entry)
-        self._record(outcome.spec)
-        return outcome
+
+    # Entries whose numbers are inputs.
+
+    def _generals(self) -> Generals:
+        return _cache.companion(self.key, Generals)
+
+    def _find_general(self, facts: tuple) -> tuple[ReuseEntry | None, Sequence[Any]]:
+        for holes, masked, numbers in self._generals().candidates(facts):
+            entry = _cache.find(self.key, masked)
+            values = None if entry is None else _values(entry.slots, numbers)
+            if values is not None:
+                self.holes, self.numbers = holes, numbers
+                return entry, values
+        return None, ()
+
+    def _make_entry(
+        self, recent: list[ReuseEntry], facts: tuple
+    ) -> tuple[ReuseEntry, Sequence[Any]]:
+        """An entry for a call that none serves: with its numbers as inputs if that can be."""
+        if self.mark.reuse_hash_fn is None and allows_holes(self.captured):
+            for old in recent:
+                holes = holes_between(old.facts, facts) if old.slots is None else ()
+                if holes:
+                    made = self._make_general(old, holes, facts)
+                    if made is not None:
+                        return made
+                    break
+        return ReuseEntry(facts, _new_body(self.name, self.mark)), ()
+
+    def _make_general(
+        self, old: ReuseEntry, holes: Holes, facts: tuple
+    ) -> tuple[ReuseEntry, Sequence[Any]] | None:
+        """An entry for this call and ``old``'s, if their bodies are one but for the numbers."""
+        found, before = with_holes(facts, holes), with_holes(old.facts, holes)
+        if found is None or before is None or old.spec is None:
+            return None
+        if self._generals().is_refused(found[0]):
+            return None
+        masked, self.numbers = found
+        self.holes = holes
+        start = time.perf_counter()
+        self.plain = _body.trace_to_jaxpr(self.captured, self.captured.arrays)
+        try:
+            lifted, slots = self._lift(self.captured.arrays)
+            values = _values(slots, self.numbers)
+            if values is None or not agrees(lifted, slots, old.spec.body, before[1]):
+                raise NoMatchError("an earlier body is another")
+        except NoMatchError as error:
+            _logs.reuse.debug("%s: numbers stay constants: %s", self.name, error)
+            self._generals().refuse(masked)
+            return None
+        finally:
+            self._spend("trace", start)
+        self.lifted = lifted
+        self._generals().known[holes] = slots
+        return ReuseEntry(masked, _new_body(self.name, self.mark), slots, facts), values
+
+    def _lift(self, arrays: Sequence[Any]) -> tuple[Any, Any]:
+        return generalised(self.captured, self.holes, self.numbers, arrays, self.plain)
 
     def _explain(self, latest: ReuseEntry | None, facts: tuple) -> Miss:
         if self.mark.reuse_hash_fn is not None:
@@ -313,12 +396,26 @@ class _Call:
             _warn_once(self.name, self.mark.options)
         start = time.perf_counter()
         try:
-            twins = _cache.companion(self.key, lambda: _body.Twins(self.name))
-            return _body.trace(self.captured, self.mark.options, arrays, twins)
+            return self._trace(arrays)
         finally:
             took = self._spend("trace", start) - start
             for stats in self.stats:
                 stats.seconds["stamp_out"] -= took  # which is around it
+
+    def _trace(self, values: Sequence[Any]) -> _body.Outcome:
+        own = values[: len(self.captured.arrays)]
+        if self.plain is None or not _same_types(own, self.captured.arrays):
+            self.plain = _body.trace_to_jaxpr(self.captured, own)
+            self.lifted = None
+        jaxpr, spec = self.plain
+        if self.entry.slots is not None:
+            if self.lifted is None:  # for other types than those it was lifted for
+                self.lifted, slots = self._lift(own)
+                if slots != self.entry.slots:
+                    raise NotReusableError("its numbers are used in another way for these shapes")
+            jaxpr = self.lifted
+        twins = _cache.companion(self.key, _body.Twins)
+        return _body.finish(self.name, jaxpr, spec, self.mark.options, twins, values)
 
     # What is told about a call.
 
@@ -387,6 +484,18 @@ class _Call:
         if self.mark.reuse_hash_fn is not None:
             raise _errors.hash_without_reuse(self.name, reason)
         return result
+
+
+def _values(slots: Sequence[Slot], numbers: Sequence[Any]) -> list[Any] | None:
+    """What slots hold for these numbers; None where the plain call has no such value."""
+    try:
+        return [slot.value(numbers) for slot in slots]
+    except ArithmeticError:
+        return None
+
+
+def _same_types(values: Sequence[Any], others: Sequence[Any]) -> bool:
+    return all(jax.typeof(a) == jax.typeof(b) for a, b in zip(values, others, strict=True))
 
 
 _warned: set[tuple[str, RegionOptions]] = set()

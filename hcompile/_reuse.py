@@ -39,13 +39,15 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from . import _errors
 from ._capture import Captured
 from ._fingerprint import Same, Tag, constant, is_constant
 
 MAX_ENTRIES = 4096
+_MAX_RECENT = 8
+_T = TypeVar("_T")
 
 
 class NotReusableError(Exception):
@@ -53,13 +55,30 @@ class NotReusableError(Exception):
 
 
 class ReuseEntry:
-    """One set of facts, and the jitted body that serves every call with equal facts."""
+    """One set of facts, and the jitted body that serves every call with equal facts.
 
-    __slots__ = ("facts", "jitted")
+    Attributes:
+      facts: numbers that became inputs have a ``Hole`` in their place.
+      jitted: takes the call's arrays, then the values of ``slots``.
+      example: the facts of the call that it was made for.
+      slots: the inputs that come from numbers; None if the facts hold all numbers.
+      spec: of the body that was traced last.
+    """
 
-    def __init__(self, facts: tuple[Hashable, ...], jitted: Any):
+    __slots__ = ("example", "facts", "jitted", "slots", "spec")
+
+    def __init__(
+        self,
+        facts: tuple[Hashable, ...],
+        jitted: Any,
+        slots: Any = None,
+        example: tuple[Hashable, ...] | None = None,
+    ):
         self.facts = facts
+        self.example = example or facts
         self.jitted = jitted
+        self.slots = slots
+        self.spec: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,8 +228,8 @@ class ReuseCache:
         self._entries: collections.OrderedDict[tuple[Any, Hashable], ReuseEntry] = (
             collections.OrderedDict()
         )
-        self._latest: dict[Any, ReuseEntry] = {}
-        self._companions: dict[Any, Any] = {}
+        self._recent: dict[Any, collections.deque[ReuseEntry]] = {}
+        self._companions: dict[Any, dict[Any, Any]] = {}
 
     def find(self, key: tuple[Any, Hashable], facts: tuple[Hashable, ...]) -> ReuseEntry | None:
         with self._lock:
@@ -219,16 +238,17 @@ class ReuseCache:
                 self._entries.move_to_end((key, facts))
             return entry
 
-    def latest(self, key: tuple[Any, Hashable]) -> ReuseEntry | None:
-        """The entry last added for a function: what a miss is explained against."""
-        return self._latest.get(key)
+    def recent(self, key: tuple[Any, Hashable]) -> list[ReuseEntry]:
+        """Entries last added for a function, the latest first."""
+        return list(self._recent.get(key, ()))
 
-    def companion(self, key: tuple[Any, Hashable], make: Callable[[], Any]) -> Any:
-        """Something that is kept with a key's entries, made at the first call."""
+    def companion(self, key: tuple[Any, Hashable], make: Callable[[], _T]) -> _T:
+        """Something that is kept with a key's entries: made at the first call, one a function."""
         with self._lock:
-            if key not in self._companions:
-                self._companions[key] = make()
-            return self._companions[key]
+            kept = self._companions.setdefault(key, {})
+            if make not in kept:
+                kept[make] = make()
+            return kept[make]
 
     def add(self, key: tuple[Any, Hashable], entry: ReuseEntry) -> None:
         (code, _), _ = key
@@ -238,11 +258,12 @@ class ReuseCache:
                 self._watched.add(hash(code))
                 weakref.finalize(code.value, self._gone.append, hash(code)).atexit = False
             self._entries[key, entry.facts] = entry
-            self._latest[key] = entry
+            recent = self._recent.setdefault(key, collections.deque(maxlen=_MAX_RECENT))
+            recent.appendleft(entry)
             while len(self._entries) > MAX_ENTRIES:
                 (old, _), dropped = self._entries.popitem(last=False)
-                if self._latest.get(old) is dropped:
-                    del self._latest[old]
+                if dropped in self._recent.get(old, ()):
+                    self._recent[old].remove(dropped)
 
     def drop(self, wanted: Callable[[tuple[Any, Hashable]], bool]) -> None:
         """Forgets the entries of the keys that ``wanted`` holds for."""
@@ -252,7 +273,7 @@ class ReuseCache:
     def _drop(self, wanted: Callable[[tuple[Any, Hashable]], bool]) -> None:
         for entry in [e for e in self._entries if wanted(e[0])]:
             del self._entries[entry]
-        for table in (self._latest, self._companions):
+        for table in (self._recent, self._companions):
             for key in [k for k in table if wanted(k)]:
                 del table[key]
 
@@ -300,7 +321,7 @@ def explain_miss(
     """The first fact in which a call differs from the latest cached one of its function."""
     if old is None:
         return Miss("first call", "first call", where)
-    *old_facts, old_settings = old.facts
+    *old_facts, old_settings = old.example
     *new_facts, settings = facts
     for index, (before, fact) in enumerate(itertools.zip_longest(old_facts, new_facts)):
         if before != fact:

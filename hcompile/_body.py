@@ -34,10 +34,10 @@ def finish(
     twins: Twins,
     arrays: Sequence[Any],
 ) -> Outcome:
-    """The outcome of region ``name``'s traced body on these arrays, with what reports and reuse need of it."""
+    """What a traced body of region ``name`` gives on these arrays, and what reuse needs of it."""
     forms = Canonicalizer(keep_rules=True)
     spec.form = normal_form(Canonicalizer(), jaxpr).form
-    spec.exact = Canonicalizer().jaxpr(jaxpr) if CHECKS_HITS else None
+    spec.checked = jaxpr if CHECKS_HITS else None
     spec.where = _logs.user_frame()
     if jaxpr.effects:
         return Outcome(_with_residuals(jaxpr, options.residuals)(*arrays), spec)
@@ -215,14 +215,15 @@ class _Twin:
         operands = [
             _operand(source, arrays)
             for i, source in enumerate(body.sources)
-            if i in varying or not isinstance(source, _jax_compat.Literal)
+            if i in varying or not isinstance(self._first.sources[i], _jax_compat.Literal)
         ]
         return self._jitted[varying](*operands)
 
     def _same(self, mine: Any, other: Any) -> bool:
         if not isinstance(mine, _jax_compat.Literal):
             return True  # an input either way
-        return self._forms.literal(mine) == self._forms.literal(other)
+        is_literal = isinstance(other, _jax_compat.Literal)
+        return is_literal and self._forms.literal(mine) == self._forms.literal(other)
 
 
 def _operand(source: Any, arrays: Sequence[Any]) -> Any:
@@ -253,18 +254,18 @@ class OutSpec:
       constants: leaves of the result that are no arrays, by position.
       body: the body in normal form, its calls not opened; None if it has effects.
       form: the form of the body with its calls opened.
-      exact: its canonical form, for ``HCOMPILE_CHECK``.
+      checked: the closed jaxpr, for ``HCOMPILE_CHECK`` only.
       where: the user's line that it was traced for.
     """
 
-    __slots__ = ("body", "constants", "exact", "form", "treedef", "where")
+    __slots__ = ("body", "checked", "constants", "form", "treedef", "where")
 
     def __init__(self, treedef: Any, constants: dict[int, Any]):
         self.treedef = treedef
         self.constants = constants
         self.body: Any = None
         self.form: Any = None
-        self.exact: Any = None
+        self.checked: Any = None
         self.where = ""
 
     def fits(self, other: OutSpec) -> bool:

@@ -76,8 +76,9 @@ def _number_kind(fact: Any) -> type | None:
 
 def _is_about_several(before: Any, fact: Any) -> bool:
     """Whether both are ``(type, ..., kinds, values)`` of plain constants, of the same kinds."""
-    is_tuple = type(before) is tuple and type(fact) is tuple and len(before) > 2
-    return is_tuple and isinstance(before[0], type) and before[:-1] == fact[:-1]
+    if not (type(before) is tuple and type(fact) is tuple and len(before) > 2):
+        return False
+    return isinstance(before[0], type) and before[:-1] == fact[:-1]
 
 
 def with_holes(facts: Facts, holes: Holes) -> tuple[Facts, tuple[Number, ...]] | None:
@@ -188,8 +189,9 @@ class _Opened(Captured):
         return node
 
 
+_several: Any = _Opened._visit_several
 _Opened.visitors = {
-    kind: _Opened._visit_several if issubclass(kind, (tuple, list, dict)) else visitor
+    kind: _several if issubclass(kind, (tuple, list, dict)) else visitor
     for kind, visitor in Captured.visitors.items()
 }
 
@@ -237,14 +239,21 @@ def _general_trace(
 
 
 def agrees(
-    lifted: Any, slots: Sequence[Slot], first: Body | None, numbers: Sequence[Number]
+    lifted: Any,
+    slots: Sequence[Slot],
+    first: Body | None,
+    numbers: Sequence[Number],
+    keep_rules: bool = True,
 ) -> bool:
-    """Whether a lifted body, given an earlier call's numbers, is that call's body."""
+    """Whether a lifted body, given another call's numbers, is that call's body.
+
+    ``first`` is that body in normal form, its calls not opened; ``keep_rules`` as it was made.
+    """
     if first is None:
         return False
     opened, _ = _jax_compat.split_jaxpr(lifted)
     count = len(opened.invars) - len(slots)
-    forms = Canonicalizer(keep_rules=True)
+    forms = Canonicalizer(keep_rules)
     is_slot = [i >= count for i in range(len(opened.invars))]
     body = normal_form(forms, lifted, is_slot, opens_calls=False)
     if body.form != first.form or body.results != first.results:

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from . import _body, _errors, _jax_compat, _logs
+from ._bodies import normal_form
 from ._canonical import Canonicalizer, difference
 from ._capture import Captured, UnknownLeafError
 from ._code import SUBSCRIPT
@@ -428,8 +429,8 @@ class _Call:
         else:
             if _logs.reuse.isEnabledFor(logging.DEBUG):
                 _logs.reuse.debug("%s: hit [%s]", self.name, _logs.user_frame())
-            if spec.exact is not None:
-                self._check_hit(spec)
+            if spec.checked is not None:
+                self._check_hit(spec.checked)
         if spec.form not in self.stats[-1].bodies:
             self._count_body(spec)
 
@@ -458,14 +459,22 @@ class _Call:
         _logs.reuse.warning("%s: more than %d bodies", self.name, limit)
         return _errors.reuse_limit(self.name, limit, [(m.reason, str(m)) for m in known])
 
-    def _check_hit(self, spec: _body.OutSpec) -> None:
+    def _check_hit(self, served: Any) -> None:
         """``HCOMPILE_CHECK``: the body that served this call is the one it would have."""
         again = Captured(self.fn, self.args, self.kwargs)
         jaxpr, _ = _body.trace_to_jaxpr(again, again.arrays)
-        own = Canonicalizer().jaxpr(jaxpr)
-        if own != spec.exact:
-            where = difference(spec.exact, own)
-            raise _errors.reuse_check(self.name, spec.where, _logs.user_frame(), where)
+        forms = Canonicalizer()
+        if self.entry.slots is not None:
+            own = normal_form(forms, jaxpr, opens_calls=False)
+            same = agrees(served, self.entry.slots, own, self.numbers, keep_rules=False)
+            where = "a number is not used as it was"
+        else:
+            first, second = forms.jaxpr(served), forms.jaxpr(jaxpr)
+            same = first == second
+            where = "" if same else difference(first, second)
+        if not same:
+            line = self.entry.spec.where if self.entry.spec else "an unknown line"
+            raise _errors.reuse_check(self.name, line, _logs.user_frame(), where)
 
     def _in_line(self, reason: str) -> Any:
         if self.captured is not None:

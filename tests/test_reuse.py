@@ -1,7 +1,9 @@
 """The reuse machinery: bodies for what differs in numbers and names, keys, counters, logs."""
 
+import functools
 import gc
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -183,6 +185,150 @@ class TestLayerNumbers:
         report = hcompile.jit(lambda x: g(f(g(f(x))))).lower(1.0).compile().report()
         (region,) = [p for p in report.programs[0].parts if p.kind == "region"]
         assert region.calls == 4
+
+
+class TestNumbersBecomeInputs:
+    """Two traces with numbers and one with an input in their place; then none."""
+
+    def counts(self, layer, calls, x=1.0):
+        """Traces of ``layer`` in a step of these calls, after comparing with the plain step."""
+
+        def program(f):
+            def step(x):
+                for args, kwargs in calls:
+                    x = f(x, *args, **kwargs)
+                return x
+
+            return step
+
+        got = hcompile.jit(program(hcompile.region(layer)))(x)
+        assert_trees_close(got, jax.jit(program(layer))(x))
+        info = hcompile.cache_info()[layer.__name__]
+        assert info["inlined"] == 0, info
+        return info["traces"], info["bodies"]
+
+    @pytest.mark.parametrize(
+        "expression",
+        [
+            "x * n",
+            "n * x + n",
+            "x * (1 - n / 40)",
+            "x - 2 * n + 3",
+            "x * 0.9**n",
+            "x + n**2",
+            "jnp.where(x > n, x, -n)",
+            "jnp.clip(x, -n, n)",
+            "x + jnp.full((), n)",
+            "x + jax.random.normal(jax.random.fold_in(jax.random.key(0), n), ())",
+            "x * jnp.sqrt(n + 1.0)",
+            "jax.nn.leaky_relu(x, n)",
+        ],
+    )
+    def test_arithmetic(self, expression):
+        space = {"jnp": jnp, "jax": jax}
+        exec(f"def layer(x, n): return {expression}", space)
+        assert self.counts(space["layer"], [((n,), {}) for n in range(1, 9)]) == (2, 1)
+
+    @pytest.mark.parametrize(
+        "expression",
+        [
+            "x * n if n > 3 else x - n",
+            "x + (n if isinstance(n, int) else 0.5)",
+            "x + n if type(n) is int else x",
+            "x + len(str(n))",
+            "x + len(f'{n * 3}')",
+            "x + {4: 7}.get(n, 1)",
+            "x + (n in (2, 3))",
+            "x + bool(n % 2)",
+            "x + jnp.arange(n).sum()",
+            "x + math.sqrt(n)",
+            "x + n // 2",
+            "x + n.bit_length() if hasattr(n, 'bit_length') else x",
+            "x + int(n)",
+            "x + round(n / 3)",
+        ],
+    )
+    def test_what_looks_at_the_number(self, expression):
+        space = {"jnp": jnp, "jax": jax, "math": math}
+        exec(f"def layer(x, n): return {expression}", space)
+        traces, _ = self.counts(space["layer"], [((n,), {}) for n in (1, 2, 3, 4, 5, 20)])
+        assert traces == 6
+
+    def test_a_caught_error(self):
+        def layer(x, n):
+            try:
+                return x * 2 if n > 3 else x
+            except Exception:
+                return x
+
+        self.counts(layer, [((n,), {}) for n in (1, 2, 5)])
+
+    def test_keywords_and_several_numbers(self):
+        def layer(x, *, index, rate, kind):
+            return x * rate + index if kind == "a" else x - rate
+
+        calls = [((), {"index": i, "rate": i / 10, "kind": "ab"[i % 2]}) for i in range(8)]
+        assert self.counts(layer, calls) == (4, 2)
+        calls = [((), {"index": i, "rate": 0, "kind": "a"}) for i in range(8)]
+        traces, _ = self.counts(layer, calls)
+        assert traces == 6
+
+    def test_captured_numbers(self):
+        class Block:
+            def __init__(self, index):
+                self.index, self.inner = index, [index * 2, 3]
+
+            @hcompile.region
+            def __call__(self, x):
+                return jnp.sin(x) * self.index + self.inner[0]
+
+        blocks = [Block(i) for i in range(1, 9)]
+        step = hcompile.jit(lambda x: functools.reduce(lambda x, b: b(x), blocks, x))
+        got = step(1.0)
+        want = functools.reduce(lambda x, i: jnp.sin(x) * i + 2 * i, range(1, 9), 1.0)
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+        (info,) = hcompile.cache_info().values()
+        assert (info["traces"], info["bodies"], info["inlined"]) == (2, 1, 0)
+
+    def test_other_shapes_and_types(self):
+        f = hcompile.region(lambda x, n: jnp.sin(x) * n)
+        for x in (1.0, jnp.ones(3), jnp.ones(3, jnp.bfloat16), jnp.ones(3)):
+            got = jax.jit(lambda x: [f(x, n) for n in range(4)])(x)
+            assert_trees_close(got, jax.jit(lambda x: [jnp.sin(x) * n for n in range(4)])(x))
+        (info,) = hcompile.cache_info().values()
+        # A number that came first stays a constant; the other entry is traced for each type.
+        assert info["traces"] == 2 * 3
+
+    def test_a_number_too_large_for_the_literal(self):
+        f = hcompile.region(lambda x, n: x + n * 100_000_000)
+        jax.jit(lambda x: f(f(x, 1), 2))(1)
+        for n in (21, 22, 400):
+            plain = jax.jit(lambda x, n=n: x + n * 100_000_000)
+            try:
+                want = plain(1)
+            except OverflowError:
+                with pytest.raises(OverflowError, match="overflow|too large|out of bounds"):
+                    jax.jit(lambda x, n=n: f(x, n))(1)
+            else:
+                assert jax.jit(lambda x, n=n: f(x, n))(1) == want
+
+    def test_gradients(self):
+        f = hcompile.region(lambda x, n: jnp.sin(x) * (1 - n / 20))
+        g = lambda x, n: jnp.sin(x) * (1 - n / 20)
+
+        def loss(f):
+            return lambda x: functools.reduce(f, range(8), x)
+
+        step = hcompile.jit(jax.value_and_grad(loss(f)))
+        assert_trees_close(step(1.0), jax.jit(jax.value_and_grad(loss(g)))(1.0))
+        regions = [p for p in step.report().programs[0].parts if p.kind == "region"]
+        assert [p.calls for p in regions] == [8, 8]
+
+    def test_hits_pass_the_check(self, monkeypatch):
+        monkeypatch.setattr(_body, "CHECKS_HITS", True)
+        f = hcompile.region(lambda x, n: jnp.sin(x) * (1 - n / 20))
+        jax.jit(lambda x: functools.reduce(f, range(8), x))(1.0)
+        assert hcompile.cache_info()["<lambda>"]["hits"] == 6
 
 
 class TestOutputs:

@@ -38,6 +38,7 @@ def finish(
     forms = Canonicalizer(keep_rules=True)
     spec.form = normal_form(Canonicalizer(), jaxpr).form
     spec.checked = jaxpr if CHECKS_HITS else None
+    spec.types = tuple(map(jax.typeof, arrays))
     spec.where = _logs.user_frame()
     if jaxpr.effects:
         return Outcome(_with_residuals(jaxpr, options.residuals)(*arrays), spec)
@@ -255,10 +256,11 @@ class OutSpec:
       body: the body in normal form, its calls not opened; None if it has effects.
       form: the form of the body with its calls opened.
       checked: the closed jaxpr, for ``HCOMPILE_CHECK`` only.
+      types: of the arrays that it was traced for.
       where: the user's line that it was traced for.
     """
 
-    __slots__ = ("body", "checked", "constants", "form", "treedef", "where")
+    __slots__ = ("body", "checked", "constants", "form", "treedef", "types", "where")
 
     def __init__(self, treedef: Any, constants: dict[int, Any]):
         self.treedef = treedef
@@ -266,6 +268,7 @@ class OutSpec:
         self.body: Any = None
         self.form: Any = None
         self.checked: Any = None
+        self.types: tuple = ()
         self.where = ""
 
     def fits(self, other: OutSpec) -> bool:

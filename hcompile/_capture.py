@@ -75,7 +75,6 @@ class UnknownLeafError(Exception):
 
 
 _MAX_NODES = 100_000
-_STRINGS = frozenset({str})
 _ARRAY, _MODULE = Tag.ARRAY, Tag.MODULE
 _flatten_one_level: Any = jax.tree_util.default_registry.flatten_one_level
 
@@ -365,13 +364,13 @@ class Captured:
             node.parts = self._visit_parts((path, value), enumerate(value), replaceable)
         return node
 
-    def _visit_arrays(self, where: Any, arrays: tuple | list) -> dict[Hashable, Part]:
-        """As ``_visit_parts``, at once: most arguments are these."""
-        count, first = len(arrays), len(self.arrays)
-        self.facts += [_ARRAY] * count
-        self._paths += [(where, i) for i in range(count)]
+    def _visit_arrays(self, where: Any, arrays: Sequence[Any]) -> dict[Hashable, Part]:
+        """As ``_visit_parts``, but at once, since most arguments are these."""
+        numbers, first = range(len(arrays)), len(self.arrays)
+        self.facts += [_ARRAY] * len(arrays)
+        self._paths += [(where, i) for i in numbers]
         self.arrays += arrays
-        return {i: first + i for i in range(count)}
+        return {i: first + i for i in numbers}
 
     def _visit_dict(self, value: dict, path: Any, replaceable: bool) -> Node:
         """A dict in its own order of keys, which loops can see and ``jax.tree_util`` would sort."""
@@ -379,7 +378,7 @@ class Captured:
         node.blank, node.fill = blank_dict, fill_dict
         self._remember_contents(value, replaceable)
         keys: tuple[Hashable, ...] = tuple(value)
-        if not _STRINGS.issuperset(map(type, keys)):
+        if not set(map(type, keys)) <= {str}:
             keys = tuple(self._key_fact(key, path) for key in keys)
         kinds = tuple(map(type, value.values()))
         if PLAIN.issuperset(kinds):
@@ -425,13 +424,13 @@ class Captured:
 
     def _visit_beside(self, beside: Any, path: Any) -> None:
         """Static data of a pytree node: ``==`` holds for ``1`` and ``1.0``, and an object in it can
-        change. What cannot be walked is left to the ``==`` of the treespec."""
-        self._record(Beside(beside), path)
+        change. What cannot be walked is left to ``==``, as a treespec would compare it."""
         count = len(self.facts)
         try:
             self._visit(beside, path, False)
         except UnknownLeafError:
             del self.facts[count:], self._paths[count:]
+        self._record(Beside(beside), path)
 
     def _visit_set(self, value: set, path: Any, replaceable: bool) -> Node:
         fact = constant(frozenset(value))
@@ -441,9 +440,6 @@ class Captured:
         self._record(("set", fact), path)
         node.fill = fill_copy
         return node
-
-    def _visit_cell(self, value: types.CellType, path: Any, replaceable: bool) -> Node:
-        raise UnknownLeafError(f"{render(path)} is a cell")
 
     def _visit_library_callable(self, value: Any, path: Any, replaceable: bool) -> Node:
         """A jitted function, a ufunc, a ``custom_vjp``: the very object, and what it wraps."""
@@ -564,7 +560,6 @@ Captured.visitors = {
     types.FunctionType: Captured._visit_function,
     types.MethodType: Captured._visit_method,
     types.ModuleType: Captured._visit_module,
-    types.CellType: Captured._visit_cell,
     functools.partial: Captured._visit_partial,
     type: Captured._visit_class,
     tuple: Captured._visit_sequence,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import itertools
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -220,10 +219,13 @@ def exact_key(value: Any) -> Hashable | None:
     """What tells plain constants apart, down to their types; in a tuple, or a tuple of tuples."""
     if type(value) is not tuple:
         return (value, type(value)) if type(value) in PLAIN else None
-    if set(map(type, value)) == {tuple}:
-        kinds = tuple(map(type, itertools.chain.from_iterable(value)))
-    else:
-        kinds = tuple(map(type, value))
+    flat: list[Any] = []
+    for part in value:
+        if type(part) is tuple:
+            flat += part
+        else:
+            flat.append(part)
+    kinds = tuple(map(type, flat))
     return (value, kinds) if PLAIN.issuperset(kinds) else None
 
 

@@ -9,7 +9,7 @@ it should be. From then on one entry serves every number, and no call with anoth
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -109,13 +109,19 @@ class Generals:
     """Which holes the bodies of one function allow."""
 
     def __init__(self) -> None:
-        self.known: dict[Holes, tuple[Slot, ...]] = {}
+        self._known: dict[Holes, None] = {}
         self._refused: set[Hashable] = set()
 
-    def candidates(self, facts: Facts) -> list[tuple[Holes, Facts, tuple[Number, ...]]]:
+    def add(self, holes: Holes) -> None:
+        if len(self._known) < _MAX_HOLES:
+            self._known[holes] = None
+
+    def candidates(self, facts: Facts) -> Iterator[tuple[Holes, Facts, tuple[Number, ...]]]:
         """Holes, masked facts and numbers under which an entry may serve a call."""
-        masked = [(holes, with_holes(facts, holes)) for holes in self.known]
-        return [(holes, *found) for holes, found in masked if found is not None]
+        for holes in list(self._known):
+            found = with_holes(facts, holes)
+            if found is not None:
+                yield holes, *found
 
     def refuse(self, masked: Facts) -> None:
         """Remembers that calls with these facts but for numbers have bodies of their own."""

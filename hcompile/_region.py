@@ -140,12 +140,15 @@ def _marked(fn: Any, mark: Mark) -> Callable[..., Any]:
     if not callable(fn):
         raise _errors.not_callable("nested_compile_region", fn)
 
+    name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
+    name = name.rpartition("<locals>.")[2]
+
     @functools.wraps(fn, updated=())
     def region(*args: Any, **kwargs: Any) -> Any:
         if is_off() or _jax_compat.is_eager():
             return fn(*args, **kwargs)
         with _errors.own_frames_hidden:
-            return _Call(fn, mark, args, kwargs).run()
+            return _Call(fn, name, mark, args, kwargs).run()
 
     def clear_cache() -> None:
         key = function_key(fn)
@@ -224,13 +227,12 @@ def _new_body(name: str, mark: Mark) -> Any:
 class _Call:
     """A region's call under a trace: taken apart, looked up, stamped out or run in line."""
 
-    def __init__(self, fn: Any, mark: Mark, args: tuple, kwargs: dict[str, Any]):
+    def __init__(self, fn: Any, name: str, mark: Mark, args: tuple, kwargs: dict[str, Any]):
         self.fn = fn
+        self.name = name
         self.mark = mark
         self.args = args
         self.kwargs = kwargs
-        name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
-        self.name = name.rpartition("<locals>.")[2]
         self.captured: Any = None
         self.miss: Miss | None = None
         self.traced = False
@@ -279,7 +281,11 @@ class _Call:
             self.miss = self._explain(recent[0] if recent else None, facts)
             entry, values = self._make_entry(recent, facts)
         start = self._spend("lookup", start)
-        outcome = self._call(entry, values)
+        try:
+            outcome = self._call(entry, values)
+        except NoMatchError:  # in another of JAX's contexts, the numbers are constants
+            entry, is_new = ReuseEntry(facts, _new_body(self.name, self.mark)), True
+            outcome = self._call(entry, ())
         self._spend("stamp_out", start)
         if is_new:
             _cache.add(self.key, entry)
@@ -305,12 +311,16 @@ class _Call:
 
     def _find_general(self, facts: tuple) -> tuple[ReuseEntry | None, Sequence[Any]]:
         for holes, masked, numbers in self._generals().candidates(facts):
-            entry = _cache.find(self.key, masked)
+            entry = _cache.find(self.key, (self._types, masked))
             values = None if entry is None else _values(entry.slots, numbers)
             if values is not None:
                 self.holes, self.numbers = holes, numbers
                 return entry, values
         return None, ()
+
+    @functools.cached_property
+    def _types(self) -> tuple:
+        return tuple(map(jax.typeof, self.captured.arrays))
 
     def _make_entry(
         self, recent: list[ReuseEntry], facts: tuple
@@ -331,7 +341,7 @@ class _Call:
     ) -> tuple[ReuseEntry, Sequence[Any]] | None:
         """An entry for this call and ``old``'s, if their bodies are one but for the numbers."""
         found, before = with_holes(facts, holes), with_holes(old.facts, holes)
-        if found is None or before is None or old.spec is None:
+        if found is None or before is None or old.spec is None or old.spec.types != self._types:
             return None
         if self._generals().is_refused(found[0]):
             return None
@@ -351,7 +361,8 @@ class _Call:
         finally:
             self._spend("trace", start)
         self.lifted = lifted
-        self._generals().known[holes] = slots
+        self._generals().add(holes)
+        masked = (self._types, masked)  # another dtype gives the literals another type
         return ReuseEntry(masked, _new_body(self.name, self.mark), slots, facts), values
 
     def _lift(self, arrays: Sequence[Any]) -> tuple[Any, Any]:
@@ -405,7 +416,7 @@ class _Call:
 
     def _trace(self, values: Sequence[Any]) -> _body.Outcome:
         own = values[: len(self.captured.arrays)]
-        if self.plain is None or not _same_types(own, self.captured.arrays):
+        if self.plain is None or tuple(map(jax.typeof, own)) != self._types:
             self.plain = _body.trace_to_jaxpr(self.captured, own)
             self.lifted = None
         jaxpr, spec = self.plain
@@ -413,7 +424,7 @@ class _Call:
             if self.lifted is None:  # for other types than those it was lifted for
                 self.lifted, slots = self._lift(own)
                 if slots != self.entry.slots:
-                    raise NotReusableError("its numbers are used in another way for these shapes")
+                    raise NoMatchError("the numbers are used in another way")
             jaxpr = self.lifted
         twins = _cache.companion(self.key, _body.Twins)
         return _body.finish(self.name, jaxpr, spec, self.mark.options, twins, values)
@@ -501,10 +512,6 @@ def _values(slots: Sequence[Slot], numbers: Sequence[Any]) -> list[Any] | None:
         return [slot.value(numbers) for slot in slots]
     except ArithmeticError:
         return None
-
-
-def _same_types(values: Sequence[Any], others: Sequence[Any]) -> bool:
-    return all(jax.typeof(a) == jax.typeof(b) for a, b in zip(values, others, strict=True))
 
 
 _warned: set[tuple[str, RegionOptions]] = set()

@@ -65,7 +65,7 @@ class ReuseEntry:
       spec: of the body that was traced last.
     """
 
-    __slots__ = ("example", "facts", "jitted", "slots", "spec")
+    __slots__ = ("example", "facts", "jitted", "place", "slots", "spec")
 
     def __init__(
         self,
@@ -76,6 +76,7 @@ class ReuseEntry:
     ):
         self.facts = facts
         self.example = example or facts
+        self.place: Any = None  # its key in the cache
         self.jitted = jitted
         self.slots = slots
         self.spec: Any = None
@@ -234,8 +235,8 @@ class ReuseCache:
     def find(self, key: tuple[Any, Hashable], facts: tuple[Hashable, ...]) -> ReuseEntry | None:
         with self._lock:
             entry = self._entries.get((key, facts))
-            if entry is not None:
-                self._entries.move_to_end((key, facts))
+            if entry is not None:  # its own key is found by identity: no fact is compared again
+                self._entries.move_to_end(entry.place)
             return entry
 
     def recent(self, key: tuple[Any, Hashable]) -> list[ReuseEntry]:
@@ -257,7 +258,9 @@ class ReuseCache:
             if hash(code) not in self._watched:
                 self._watched.add(hash(code))
                 weakref.finalize(code.value, self._gone.append, hash(code)).atexit = False
-            self._entries[key, entry.facts] = entry
+            entry.place = (key, entry.facts)
+            self._entries.pop(entry.place, None)
+            self._entries[entry.place] = entry
             recent = self._recent.setdefault(key, collections.deque(maxlen=_MAX_RECENT))
             recent.appendleft(entry)
             while len(self._entries) > MAX_ENTRIES:

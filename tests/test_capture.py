@@ -249,6 +249,26 @@ class TestGuards:
         change = lambda: monkeypatch.setitem(globals(), "SCALE", 3.0)
         assert self.trace_twice(Layer(), change)["traces"] == 2
 
+    @pytest.mark.parametrize("base", [nnx.Module, Plain, object], ids=lambda b: b.__name__)
+    def test_an_attribute_of_a_base_class(self, base):
+        class Base(base):
+            scale = 2.0
+
+            def __init__(self):
+                self.w = jnp.ones(4)
+
+        class Block(Base):
+            def __call__(self, x):
+                return x * self.scale * self.w
+
+        block = Block()
+        assert self.trace_twice(block, lambda: setattr(Base, "scale", 3.0))["traces"] == 2
+
+    def test_units_of_a_date(self):
+        dates = [np.datetime64(1, "s"), np.datetime64(1, "ms")]
+        f = hcompile.region(lambda x, d: x * (d - np.datetime64(0, "ms")).astype(int))
+        assert jax.jit(lambda x: [f(x, d) for d in dates])(1) == [1000, 1]
+
     def test_a_replaced_method(self):
         class Layer:
             def __call__(self, x):

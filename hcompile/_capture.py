@@ -36,6 +36,7 @@ from ._code import (
     CodeInfo,
     class_parts,
     code_info,
+    is_identity,
     is_impure,
     is_library,
 )
@@ -477,6 +478,9 @@ class Captured:
         attributes = instance_attributes(value)
         if attributes is None:
             raise UnknownLeafError(f"{render(path)} is a {kind.__qualname__}: unknown equality")
+        if is_identity(kind):
+            self._record(Same(kind), path)
+            return self._add(value, replaceable)
         node = self._add(value, replaceable, mutable=True)
         node.blank, node.fill = blank_object, fill_object
         fact, has_library = self._note_classes(kind, path)

@@ -63,6 +63,15 @@ ASKS_ABOUT_VALUES = frozenset({CATCH, MATCH, "__str__", "__repr__", "__format__"
 PURE_BASES = (object, abc.ABC, Generic, Protocol)
 
 
+# Objects that stand for the identity of what holds them, and for nothing that code computes with.
+_IDENTITIES = frozenset({("flax.ids", "FlaxId")})
+
+
+def is_identity(kind: type) -> bool:
+    """Whether instances only tell their owners apart: each linen module has a number of its own."""
+    return (kind.__module__, kind.__qualname__) in _IDENTITIES
+
+
 # Modules whose functions answer differently each time, and attributes of others that lead there.
 _IMPURE_MODULES = frozenset({"random", "time", "secrets", "uuid", "numpy.random"})
 _IMPURE_ATTRIBUTES = {"numpy": {"random"}, "os": {"environ", "getenv", "urandom"}}

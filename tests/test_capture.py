@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import hcompile
 
@@ -103,6 +103,27 @@ class TestLifted:
     def test_traced_once(self, name):
         info = run(self.CASES[name]())
         assert (info["calls"], info["traces"]) == (12, 1), info["explanations"]
+
+    def test_linen_modules(self):
+        def layers():
+            for i in range(12):
+                module = linen.Dense(4, name=f"dense_{i}")
+                params = module.init(jax.random.key(i), X[None])
+                yield lambda x, m=module, p=params: m.apply(p, x[None])[0]
+
+        for _ in range(2):
+            info = run(list(layers()))
+        assert (info["calls"], info["traces"]) == (24, 1), info["explanations"]
+
+    def test_equinox_modules(self):
+        equinox = pytest.importorskip("equinox")
+
+        def layers():
+            return [equinox.nn.Linear(4, 4, key=jax.random.key(i)) for i in range(12)]
+
+        for _ in range(2):
+            info = run(layers())
+        assert (info["calls"], info["traces"]) == (24, 1), info["explanations"]
 
     def test_a_rebuilt_model_hits(self):
         for _ in range(3):

@@ -36,6 +36,7 @@ from ._code import (
     CodeInfo,
     class_parts,
     code_info,
+    is_framework,
     is_identity,
     is_impure,
     is_library,
@@ -230,7 +231,8 @@ class Captured:
             return Captured._visit_constant
         if not jax.tree_util.all_leaves((value,)):
             return Captured._visit_pytree
-        if callable(value) and is_library(type(value).__module__):
+        module = type(value).__module__
+        if callable(value) and is_library(module) and not is_framework(module):
             return Captured._visit_library_callable
         return Captured._visit_object
 

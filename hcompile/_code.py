@@ -63,6 +63,14 @@ ASKS_ABOUT_VALUES = frozenset({CATCH, MATCH, "__str__", "__repr__", "__format__"
 PURE_BASES = (object, abc.ABC, Generic, Protocol)
 
 
+# Packages whose callable objects are modules of a model: data, where a jitted function is code.
+_FRAMEWORKS = frozenset({"flax", "equinox", "haiku"})
+
+
+def is_framework(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _FRAMEWORKS
+
+
 # Objects that stand for the identity of what holds them, and for nothing that code computes with.
 _IDENTITIES = frozenset({("flax.ids", "FlaxId")})
 

@@ -7,6 +7,8 @@ Flow of a call (``_region`` drives it):
    from different files can have equal code). Under it, ``facts`` (treespecs, constants, captured
    structure: the guards) name one ``ReuseEntry``. Facts were read a moment ago, from the live
    objects, so there is nothing stale to re-check.
+   Where facts differ from an earlier call's in numbers only, ``_general`` tries to make the numbers
+   inputs; then an entry with holes in their place serves every number.
 3. *Stamp out*: the entry's jitted body is called with this call's arrays. JAX's own cache decides
    whether these shapes, dtypes, shardings and contexts were traced before; if not, it runs the
    entry's body, which traces *this* call. Hence an entry needs no function to trace later, and

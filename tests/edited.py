@@ -1,7 +1,7 @@
 """A small user program, and every place in it that ``test_edits`` edits between calls.
 
-``Program()`` executes the source below twice, as two modules with equal code and globals of their
-own, so edits of classes and globals end with the program.
+``Program()`` executes the source below twice, as two modules with equal code, so that edits of
+classes and globals end with it.
 """
 
 import collections
@@ -219,14 +219,12 @@ ARGUMENTS = (
     *(lambda x, value=value: value for value in (*NUMBERS, *STRINGS)),
     *(lambda x, make=make: make() for make in ITEMS),
     lambda x: x,
-    lambda x: (x, 2.0),
     lambda x: [x, x],
     lambda x: [x, x + 1],
     lambda x: [A, A],
     lambda x: [A, B],
     lambda x: {"k": x, "a": "up"},
-    lambda x: x.astype(jnp.bfloat16),
-    lambda x: (x.astype(jnp.int32), None),
+    lambda x: (x.astype(jnp.int32), x.astype(jnp.bfloat16), None),
 )
 
 
@@ -253,9 +251,10 @@ def item(container, key, pool, readers):
         else:
             container[key] = value
 
-    get = container.__getitem__ if isinstance(container, (list, np.ndarray)) else container.get
-    default = () if isinstance(container, (list, np.ndarray)) else (MISSING,)
-    return Place(lambda: get(key, *default), put, pool, readers)
+    def get():
+        return container.get(key, MISSING) if isinstance(container, dict) else container[key]
+
+    return Place(get, put, pool, readers)
 
 
 def attribute(owner, name, pool, readers):
@@ -303,7 +302,7 @@ class Module:
     def __init__(self, name):
         self.names = names = vars(types.ModuleType(name))
         libraries = (jax, jnp, np, collections, dataclasses, functools, types)
-        names.update({m.__name__: m for m in libraries}, jnp=jnp, np=np)
+        names |= {m.__name__: m for m in libraries} | {"jnp": jnp, "np": np}
         exec(CODE, names)
         layer = names["LAYER"]
         closure = names["make_closure"](2.0, names["helper"], [1.0, A])
@@ -326,21 +325,21 @@ class Module:
         layers = ("layer", "calls_layer", "apply")
         methods = [lambda self, x: x * 5, lambda self, x: self.stored * x, MISSING]
         overrides = [lambda x: x * 7, n["other_helper"], MISSING]
-        boxes = ("layer", "calls_layer")
+        boxes, table = ("layer", "calls_layer"), ("reads_table",)
         found = {
             "SCALE": item(n, "SCALE", NUMBERS, ("reads_globals", "has_defaults", *layers)),
             "MODE": item(n, "MODE", STRINGS, ("reads_globals", "closure", *layers)),
             "SHIFT": item(n, "SHIFT", NUMBERS, ("reads_containers",)),
             "ACT": item(n, "ACT", functions, ("reads_globals",)),
-            "helper": item(n, "helper", functions[1:], ("closure", *layers)),
+            "helper": item(n, "helper", [*functions[1:3], *functions[4:]], ("closure", *layers)),
             "len": item(n, "len", [lambda v: 4, MISSING], ("reads_globals", "apply")),
             "NUMBERS": item(n, "NUMBERS", ITEMS, ("reads_globals",)),
             "NUMBERS[0]": contents(n["NUMBERS"], [(1, 2.0), (2.0, 1), (A, B)], ("reads_globals",)),
             "OPTIONS": item(n, "OPTIONS", ITEMS, ("reads_containers",)),
             "OPTIONS[a]": contents(n["OPTIONS"], [i() for i in ITEMS[8:10]], ("reads_containers",)),
             "CHOICES": contents(n["CHOICES"], [{1}, {1, 3}, {2.5}, {True, 5}], ("reads_globals",)),
-            "TABLE[0]": item(n["TABLE"], 0, (1.0, 5.0, -2.0), ("reads_table",)),
-            "TABLE": item(n, "TABLE", [np.arange(k, dtype=d) for k in (2, 3) for d in "fi"], ()),
+            "TABLE[0]": item(n["TABLE"], 0, (1.0, 5.0, -2.0), table),
+            "TABLE": item(n, "TABLE", [np.arange(k, dtype=d) for k in (2, 3) for d in "fi"], table),
             "CONFIG.level": attribute(n["CONFIG"], "level", NUMBERS, ("reads_containers",)),
             "CONFIG.inner": attribute(n["CONFIG"].inner, "items", ITEMS, ("reads_containers",)),
             "gain of f": attribute(n["reads_attribute"], "gain", NUMBERS, ("reads_attribute",)),
@@ -385,8 +384,6 @@ class Module:
         ]
         found["partial"] = attribute(self.holder, "partial", partials, ("partial",))
         found["keywords"] = item(self.calls["a partial"].keywords, "scale", NUMBERS, ("a partial",))
-        for place in found.values():
-            place.readers = place.readers or ("reads_table",)
         return found
 
 

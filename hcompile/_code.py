@@ -33,11 +33,20 @@ CALLED_BY_SYNTAX = frozenset(
     array array_ufunc array_function divmod rdivmod imod ipow iand ior ixor ilshift irshift rand
     ror rxor rlshift rrshift get set add sub mul matmul truediv floordiv mod pow neg pos
     abs invert and or xor lshift rshift radd rsub rmul rmatmul rtruediv rfloordiv rmod rpow iadd
-    isub imul imatmul itruediv jax_array""".split()
-)
+    isub imul imatmul itruediv jax_array copy deepcopy replace reduce reduce_ex getstate
+    setstate""".split()
+) | frozenset({"tree_flatten", "tree_flatten_with_keys", "tree_unflatten"})
 CONSTRUCTORS = frozenset({"__new__", "__init__", "__post_init__"})
 _COMPARISONS = frozenset({"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__"})
+# Functions that compare what they are given.
+_COMPARERS = frozenset(
+    """min max sorted sort index count remove bisect bisect_left bisect_right insort heappush
+    heappop nlargest nsmallest Counter unique lt le gt ge eq ne contains indexOf countOf
+    argmin argmax merge groupby""".split()
+)
 _FORMATTERS = frozenset({"__str__", "__repr__", "__format__"})
+# What a function tells of itself beside what it does.
+FUNCTION_FIELDS = ("__name__", "__qualname__", "__doc__", "__module__", "__annotations__")
 _BY_OPCODE = {
     "COMPARE_OP": _COMPARISONS,
     "CONTAINS_OP": _COMPARISONS,
@@ -63,12 +72,23 @@ ASKS_ABOUT_VALUES = frozenset({CATCH, MATCH, "__str__", "__repr__", "__format__"
 PURE_BASES = (object, abc.ABC, Generic, Protocol)
 
 
-# Packages whose callable objects are modules of a model: data, where a jitted function is code.
-_FRAMEWORKS = frozenset({"flax", "equinox", "haiku"})
+# Packages whose callable objects are code: jitted functions, ufuncs. Those of others are data with
+# a ``__call__``: a module of Flax or Equinox, a polynomial.
+_CODE = frozenset({"jax", "jaxlib", "functools", "builtins", "types", "typing"})
 
 
-def is_framework(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in _FRAMEWORKS
+def is_library_callable(value: Any) -> bool:
+    """Whether a callable object is a library's code, whose identity says all."""
+    module = type(value).__module__
+    is_code = module.partition(".")[0] in _CODE or not hasattr(value, "__dict__")
+    return is_code and is_library(module)
+
+
+@functools.lru_cache(maxsize=4096)
+def overridable(kind: type) -> frozenset[str]:
+    """Names of a class that the code of a library's base class may call: ``setup`` in linen."""
+    bases = [b for b in kind.__mro__ if b not in PURE_BASES and is_library(b.__module__)]
+    return frozenset().union(*map(vars, bases)) - {"__dict__", "__weakref__", "__doc__"}
 
 
 # Objects that stand for the identity of what holds them, and for nothing that code computes with.
@@ -111,9 +131,9 @@ def class_parts(value: Any, name: str) -> list[Any]:
     """What there is to compare in a class's attribute: functions in descriptors, or the value."""
     if isinstance(value, (staticmethod, classmethod)):
         return [value.__func__]
-    if isinstance(value, property):
+    if type(value) is property:
         return [f for f in (value.fget, value.fset) if f is not None]
-    if isinstance(value, functools.cached_property):
+    if type(value) is functools.cached_property:
         return [value.func]
     if isinstance(value, _DESCRIPTORS) or name in ("__dict__", "__weakref__", "__doc__"):
         return []
@@ -126,6 +146,7 @@ class CodeInfo:
     __slots__ = (
         "compares_identity",
         "global_names",
+        "imports",
         "impure_attributes",
         "names",
         "opaque",
@@ -144,6 +165,7 @@ class CodeInfo:
         self.writes_cells = False  # of an enclosing function
         self.compares_identity = False
         self.impure_attributes: set[tuple[str, str]] = set()  # of a global, if it is that module
+        self.imports: list[str] = []  # by statements in the body
         before = None
         for instruction in (i for c in _nested(code) for i in dis.get_instructions(c)):
             if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -153,17 +175,23 @@ class CodeInfo:
                 self.written_global = (instruction.argval, line)
             elif instruction.opname in ("STORE_DEREF", "DELETE_DEREF"):
                 self.writes_cells |= instruction.argval in code.co_freevars
+            elif instruction.opname == "IMPORT_NAME":
+                self.imports.append(instruction.argval)
+            elif instruction.opname == "BINARY_OP" and instruction.argrepr in ("%", "%="):
+                names |= _FORMATTERS
             elif instruction.opname == "IS_OP":
                 self.compares_identity = True
             elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and before is not None:
                 if instruction.argval in _IMPURE_NAMES:
                     self.impure_attributes.add((before, instruction.argval))
-            elif instruction.opname in _PSEUDO_NAMES:
-                names.add(_PSEUDO_NAMES[instruction.opname])
             before = instruction.argval if instruction.opname == "LOAD_GLOBAL" else None
             names |= _BY_OPCODE.get(instruction.opname, frozenset())
+            if instruction.opname in _PSEUDO_NAMES:
+                names.add(_PSEUDO_NAMES[instruction.opname])
         if names & {"str", "repr", "format", "print"}:
             names |= _FORMATTERS
+        if names & _COMPARERS:
+            names |= _COMPARISONS
         if names & {"type", "__class__", "replace", "copy"}:
             names |= CONSTRUCTORS
         self.names = frozenset(names)

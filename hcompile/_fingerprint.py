@@ -195,7 +195,7 @@ def _constant_key(value: Any) -> tuple | None:
         return (kind, repr(value))  # repr tells nan and -0.0 apart
     if isinstance(value, _BY_VALUE):
         return (kind, value)
-    if isinstance(value, np.generic) and not value.dtype.hasobject:
+    if isinstance(value, np.generic) and _is_plain_scalar(value):
         return (kind, value.dtype, value.tobytes())
     if kind is np.ndarray and not value.dtype.hasobject:
         content = hashlib.blake2b(np.ascontiguousarray(value)).digest()
@@ -204,10 +204,14 @@ def _constant_key(value: Any) -> tuple | None:
         return _sequence_key(kind, (value.start, value.stop, value.step))
     if is_symbolic_dim(value):
         return (Tag.SYMBOLIC_DIM, value)
-    if isinstance(value, frozenset) and kind is frozenset:
-        key = _sequence_key(kind, tuple(value))
-        return None if key is None else (kind, frozenset(key[1:]))
+    if isinstance(value, frozenset) and kind is frozenset:  # in its own order, which loops can see
+        return _sequence_key(kind, tuple(value))
     return None
+
+
+def _is_plain_scalar(value: np.generic) -> bool:
+    """Of a library's own type: a subclass can hold attributes."""
+    return type(value).__module__ in ("numpy", "ml_dtypes") and not value.dtype.hasobject
 
 
 def _sequence_key(kind: type, values: tuple) -> tuple | None:

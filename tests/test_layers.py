@@ -41,6 +41,7 @@ LAYERS = [
     "hcompile/_logs.py",
     "hcompile/_reuse.py",
     "hcompile/_capture.py",
+    "hcompile/_walk.py",
     "hcompile/_paths.py",
     "hcompile/_rebuild.py",
     "hcompile/_code.py",

@@ -86,9 +86,12 @@ def is_library_callable(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def overridable(kind: type) -> frozenset[str]:
-    """Names of a class that the code of a library's base class may call: ``setup`` in linen."""
+    """Methods that the code of a library's base class may call on this class: linen's ``setup``."""
     bases = [b for b in kind.__mro__ if b not in PURE_BASES and is_library(b.__module__)]
-    return frozenset().union(*map(vars, bases)) - {"__dict__", "__weakref__", "__doc__"}
+    members = [item for base in bases for item in vars(base).items()]
+    return frozenset(
+        name for name, value in members if isinstance(value, _METHODS) and not name.startswith("__")
+    )
 
 
 # Objects that stand for the identity of what holds them, and for nothing that code computes with.
@@ -125,6 +128,9 @@ _DESCRIPTORS = (
     types.WrapperDescriptorType,
     type(vars(collections.namedtuple("_Pair", "x"))["x"]),
 )
+
+
+_METHODS = (types.FunctionType, classmethod, staticmethod, property, functools.cached_property)
 
 
 def class_parts(value: Any, name: str) -> list[Any]:

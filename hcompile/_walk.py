@@ -391,8 +391,8 @@ class Walk:
         return node
 
     def _visit_beside(self, beside: Any, path: Any) -> None:
-        """Static data of a pytree node: ``==``, as treespecs compare it, holds for ``1`` and ``1.0``,
-        and an object in it can change."""
+        """Static data of a pytree node. Treespecs use ``==``, which takes ``1`` for ``1.0``, and an
+        object in it can change."""
         self._visit(beside, path, False)
         self._record(Beside(beside), path)
 
@@ -519,11 +519,13 @@ class Walk:
 
     def _named(self, space: _Namespace, attributes: Mapping[str, Any]) -> set[str]:
         names = attributes.keys()
-        if not self._names.isdisjoint(DYNAMIC_READS):
-            return set(names)
+        reads_all = not self._names.isdisjoint(DYNAMIC_READS)
         if isinstance(space.node.value, type):
             called = CALLED_BY_SYNTAX | self._called_by_bases[id(space.node.value)]
-            return (names & self._names) | (names & called)
+            plain = {n for n in names if not n.startswith("__")} if reads_all else set()
+            return plain | (names & self._names) | (names & called)
+        if reads_all:
+            return set(names)
         if isinstance(space.node.value, types.ModuleType):
             return names & (self._names | {"__getattr__"})
         return names & self._names

@@ -27,7 +27,8 @@ With ``reuse_hash_fn`` the user's number takes the place of the facts in step 2;
 the arguments stays, and JAX's cache keeps seeing shapes and dtypes.
 
 What is cached: one jitted function per set of facts, weak in what the facts name and dropped with
-the function's code, bounded by ``MAX_ENTRIES`` with the least recently used dropped first.
+the function's code, bounded by ``MAX_ENTRIES`` with the least recently used dropped first. (JAX
+keeps the tracebacks of a trace, which hold the code: mostly the bound is what frees an entry.)
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from . import _errors
 from ._capture import Captured
 from ._fingerprint import Same, Tag, constant, is_constant
 
-MAX_ENTRIES = 4096
+MAX_ENTRIES = 1024
 _MAX_RECENT = 8
 _T = TypeVar("_T")
 
@@ -151,8 +152,7 @@ class Recording:
         stats = self.regions.get(key)
         if stats is None:
             stats = self.regions[key] = RegionStats(name)
-            if len(self.regions) > MAX_ENTRIES:
-                self.regions.popitem(last=False)
+            _bound(self.regions)
         return stats
 
 
@@ -231,8 +231,10 @@ class ReuseCache:
         self._entries: collections.OrderedDict[tuple[Any, Hashable], ReuseEntry] = (
             collections.OrderedDict()
         )
-        self._recent: dict[Any, collections.deque[ReuseEntry]] = {}
-        self._companions: dict[Any, dict[Any, Any]] = {}
+        self._recent: collections.OrderedDict[Any, collections.deque[ReuseEntry]] = (
+            collections.OrderedDict()
+        )
+        self._companions: collections.OrderedDict[Any, dict[Any, Any]] = collections.OrderedDict()
 
     def find(self, key: tuple[Any, Hashable], facts: tuple[Hashable, ...]) -> ReuseEntry | None:
         with self._lock:
@@ -249,6 +251,7 @@ class ReuseCache:
         """Something that is kept with a key's entries: made at the first call, one a function."""
         with self._lock:
             kept = self._companions.setdefault(key, {})
+            _bound(self._companions)
             if make not in kept:
                 kept[make] = make()
             return kept[make]
@@ -265,10 +268,8 @@ class ReuseCache:
             self._entries[entry.place] = entry
             recent = self._recent.setdefault(key, collections.deque(maxlen=_MAX_RECENT))
             recent.appendleft(entry)
-            while len(self._entries) > MAX_ENTRIES:
-                (old, _), dropped = self._entries.popitem(last=False)
-                if dropped in self._recent.get(old, ()):
-                    self._recent[old].remove(dropped)
+            _bound(self._entries)
+            _bound(self._recent)
 
     def drop(self, wanted: Callable[[tuple[Any, Hashable]], bool]) -> None:
         """Forgets the entries of the keys that ``wanted`` holds for."""
@@ -297,6 +298,12 @@ class ReuseCache:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+def _bound(table: collections.OrderedDict[Any, Any]) -> None:
+    """Drops the oldest of what is too many."""
+    while len(table) > MAX_ENTRIES:
+        table.popitem(last=False)
 
 
 def python_function(fn: Callable[..., Any]) -> types.FunctionType | None:

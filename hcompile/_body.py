@@ -306,13 +306,20 @@ class _Items:
 def _without_dicts(tree: Any) -> Any:
     if type(tree) is dict:
         return _Items(tuple(tree), list(map(_without_dicts, tree.values())))
-    return type(tree)(map(_without_dicts, tree)) if type(tree) in (list, tuple) else tree
+    return _mapped(_without_dicts, tree)
 
 
 def _with_dicts(tree: Any) -> Any:
     if type(tree) is _Items:
         return dict(zip(tree.keys, map(_with_dicts, tree.values), strict=True))
-    return type(tree)(map(_with_dicts, tree)) if type(tree) in (list, tuple) else tree
+    return _mapped(_with_dicts, tree)
+
+
+def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    if type(tree) in (list, tuple):
+        return type(tree)(map(function, tree))
+    is_named_tuple = isinstance(tree, tuple) and hasattr(tree, "_fields")
+    return type(tree)(*map(function, tree)) if is_named_tuple else tree
 
 
 def _own_copy(constant: Any) -> Any:

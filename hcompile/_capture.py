@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ._paths import difference, render
-from ._rebuild import Rebuilder
+from ._rebuild import Rebuilder, restore_contents
 from ._walk import UnknownLeafError as UnknownLeafError
 from ._walk import Walk
 
@@ -44,6 +44,7 @@ class Captured(Walk):
         self._alias: tuple[int, ...] | None = None
         if self._compares_identity:  # ``q is k`` would see which arrays are one
             first: dict[int, int] = {}
+            self._check_copies()
             alias = tuple(first.setdefault(id(a), i) for i, a in enumerate(self.arrays))
             self._record(("the same arrays", alias), ("the arrays", None))
             self._alias = alias
@@ -69,13 +70,11 @@ class Captured(Walk):
         return arrays if self._alias is None else [arrays[i] for i in self._alias]
 
     def restore_shared(self) -> None:
-        """Puts back what a trace changed in classes and modules, which are not copied."""
+        """Puts back what a trace changed in classes, modules and what they hold: no copies."""
         for value, contents in self._contents:
-            if isinstance(value, list):
-                value[:] = contents
-            else:
-                value.clear()
-                value.update(contents)
+            restore_contents(value, contents)
         for owner, name, value in self._shared:
             if vars(owner).get(name) is not value:
                 setattr(owner, name, value)
+        for owner, name in self.new_names():
+            delattr(owner, name)

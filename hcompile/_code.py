@@ -21,7 +21,8 @@ _LIBRARIES = (frozenset(sys.stdlib_module_names) - {"__main__"}) | {
 # Reads of attributes by other means than their names in the bytecode: all attributes count then.
 DYNAMIC_READS = frozenset(
     """getattr hasattr vars __dict__ dir fields asdict astuple attrgetter methodcaller
-    getattr_static getmembers __getattribute__ copy deepcopy replace dumps format""".split()
+    getattr_static getmembers __getattribute__ setattr delattr __setattr__ __delattr__ copy deepcopy
+    replace dumps format""".split()
 )
 _OPAQUE_CALLS = frozenset({"exec", "eval", "globals"})
 # Methods that run without their name being read. Comparison and formatting are added where code

@@ -199,7 +199,7 @@ def _constant_key(value: Any) -> tuple | None:
         return (kind, value.dtype, value.tobytes())
     if kind is np.ndarray and not value.dtype.hasobject:
         content = hashlib.blake2b(np.ascontiguousarray(value)).digest()
-        return (kind, value.dtype, value.shape, content)
+        return (kind, value.dtype, value.shape, value.strides, content)
     if isinstance(value, slice):
         return _sequence_key(kind, (value.start, value.stop, value.step))
     if is_symbolic_dim(value):

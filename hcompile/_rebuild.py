@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 
 class Node:
@@ -42,12 +43,15 @@ def _slots(kind: type) -> list[str]:
     return [s for s in found if s not in ("__dict__", "__weakref__")]
 
 
+_IS_HEAP_TYPE = 1 << 9
 _POINTER = struct.calcsize("P")
 # What a class lays out when it is made: names of slots, or None if there is more than these.
 _layouts: weakref.WeakKeyDictionary[type, list[str] | None] = weakref.WeakKeyDictionary()
 
 
 def _layout(kind: type) -> list[str] | None:
+    if any(not base.__flags__ & _IS_HEAP_TYPE for base in kind.__mro__[:-1]):
+        return None  # a subclass of float holds a number besides
     slots = _slots(kind)
     hidden = kind.__basicsize__ - object.__basicsize__ - _POINTER * len(slots)
     return None if kind.__itemsize__ or not 0 <= hidden <= 2 * _POINTER else slots
@@ -68,6 +72,32 @@ def instance_attributes(value: Any) -> dict[str, Any] | None:
         return None
     attributes: dict[str, Any] = dict(getattr(value, "__dict__", {}))
     return {s: getattr(value, s) for s in slots if hasattr(value, s)} | attributes
+
+
+def contents(value: Any) -> Any:
+    """What ``restore_contents`` needs to put a mutable value back."""
+    if isinstance(value, (list, dict, set, np.ndarray)):
+        return value.copy()
+    return instance_attributes(value)
+
+
+def restore_contents(value: Any, contents: Any) -> None:
+    """Makes a mutable value what it was."""
+    if isinstance(value, list):
+        value[:] = contents
+    elif isinstance(value, (dict, set)):
+        value.clear()
+        value.update(contents)
+    elif isinstance(value, np.ndarray):
+        if value.flags.writeable:
+            value[...] = contents
+    else:
+        now = instance_attributes(value) or {}
+        for name in now.keys() - contents.keys():
+            object.__delattr__(value, name)
+        for name, attribute in contents.items():
+            if now.get(name) is not attribute:
+                object.__setattr__(value, name, attribute)
 
 
 class Rebuilder:
@@ -156,7 +186,7 @@ def fill_pytree(_: None, old: Any, parts: dict[Any, Any]) -> Any:
 
 
 def fill_copy(_: None, old: Any, parts: dict[Any, Any]) -> Any:
-    return old.copy()
+    return old.copy(order="K") if isinstance(old, np.ndarray) else old.copy()
 
 
 def blank_dict(value: Any) -> Any:

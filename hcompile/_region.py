@@ -565,8 +565,11 @@ def cache_info() -> dict[str, dict[str, Any]]:
         entries[function] += count
     known = list(_process.regions.items())
     names = collections.Counter(stats.name for _, stats in known)
-    return {
-        stats.name + (_place(function) if names[stats.name] > 1 else ""): {
+    result: dict[str, dict[str, Any]] = {}
+    for function, stats in known:
+        name = stats.name + (_place(function) if names[stats.name] > 1 else "")
+        count = sum(other.startswith(name) for other in result)
+        result[f"{name} #{count + 1}" if name in result else name] = {
             "calls": stats.calls,
             "hits": stats.hits,
             "traces": stats.traces,
@@ -577,8 +580,7 @@ def cache_info() -> dict[str, dict[str, Any]]:
             "explanations": list(map(str, stats.misses)),
             "seconds": dict(stats.seconds),
         }
-        for function, stats in known
-    }
+    return result
 
 
 def _place(function: Any) -> str:

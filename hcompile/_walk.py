@@ -54,6 +54,7 @@ from ._rebuild import (
     blank_dict,
     blank_function,
     blank_object,
+    contents,
     fill_copy,
     fill_dict,
     fill_function,
@@ -202,7 +203,7 @@ class Walk:
         if fact is None:
             raise UnknownLeafError(f"{render(path)} is a {type(value).__name__} of objects")
         self._record(fact, path)
-        return self._copied_array(value) if isinstance(value, np.ndarray) else None
+        return self._copied_array(value, replaceable) if isinstance(value, np.ndarray) else None
 
     def _record(self, fact: Hashable, path: Any) -> None:
         self.facts.append(fact)
@@ -216,11 +217,11 @@ class Walk:
         self._nodes.append(node)
         return node
 
-    def _copied_array(self, value: np.ndarray) -> Node:
+    def _copied_array(self, value: np.ndarray, replaceable: bool) -> Node:
         """A NumPy array can be written to, so the body gets its own."""
-        node = Node(value, len(self._nodes), mutable=True)
+        node = self._add(value, replaceable, mutable=True)
         node.fill = fill_copy
-        self._nodes.append(node)
+        self._remember_contents(value, replaceable)
         return node
 
     def _visit_array(self, value: Any, path: Any, replaceable: bool) -> Part | None:
@@ -369,16 +370,16 @@ class Walk:
         raise UnknownLeafError(f"{render(path)} has a key {key!r} of unknown equality")
 
     def _remember_contents(self, value: Any, replaceable: bool) -> None:
-        """Of a list or dict that is reached through a class or module, and so is not copied."""
-        if not replaceable and isinstance(value, (list, dict)):
-            self._contents.append((value, value.copy()))
+        """Of what is reached through a class or module, and so is not copied."""
+        if not replaceable:
+            self._contents.append((value, contents(value)))
 
     def _visit_pytree(self, value: Any, path: Any, replaceable: bool) -> Node:
         """One level of a pytree: its parts, and what its class keeps beside them."""
         kind, (children, beside) = type(value), _flatten_one_level(value)
         node = self._add(value, replaceable, mutable=True)
         node.fill = fill_pytree
-        if not replaceable:
+        if instance_attributes(value) is not None:
             self._remember_contents(value, replaceable)
         plain = beside is None or beside is kind  # a named tuple's is its class
         exact = None if plain else exact_key(beside)
@@ -401,6 +402,7 @@ class Walk:
         if None in facts:
             raise UnknownLeafError(f"{render(path)} is a set of unknown equality")
         node = self._add(value, replaceable, mutable=True)
+        self._remember_contents(value, replaceable)
         self._record(("set", *facts), path)  # in its own order, which loops can see
         node.fill = fill_copy
         return node
@@ -464,6 +466,7 @@ class Walk:
             return self._add(value, replaceable)
         node = self._add(value, replaceable, mutable=True)
         node.blank, node.fill = blank_object, fill_object
+        self._remember_contents(value, replaceable)
         fact, has_library = self._note_classes(kind, path)
         if has_library:  # whose code is not read: the object counts whole
             names = sorted(attributes)
@@ -512,6 +515,23 @@ class Walk:
                     self._record((number, *names), space.path)
                     self._visit_attributes(space, [(n, attributes[n]) for n in names])
 
+    def new_names(self) -> list[tuple[Any, str]]:
+        """Attributes that classes and modules have got since, by owner and name."""
+        shared = [s for s in self._namespaces if isinstance(s.node.value, _SHARED)]
+        return [
+            (space.node.value, name)
+            for space in shared
+            for name in self._named(space, _attributes(space.node.value)) - space.seen
+        ]
+
+    def _check_copies(self) -> None:
+        """Where identity is compared, nothing may be seen both as a copy and as itself."""
+        copied, kept = self._known[True], self._known[False]
+        for key in copied.keys() & kept.keys():
+            if copied[key].mutable:
+                name = type(copied[key].value).__qualname__
+                raise UnknownLeafError(f"a {name} is reached through a class or module as well")
+
     def _record_function_fields(self) -> None:
         functions = [n.value for n in self._nodes if isinstance(n.value, types.FunctionType)]
         fields = (getattr(fn, name) for fn in functions for name in FUNCTION_FIELDS)
@@ -532,7 +552,7 @@ class Walk:
 
     def _visit_attributes(self, space: _Namespace, attributes: list[tuple[str, Any]]) -> None:
         value = space.node.value
-        if isinstance(value, (type, types.ModuleType, enum.Enum)):
+        if isinstance(value, _SHARED):
             self._shared += [(value, name, attribute) for name, attribute in attributes]
         if isinstance(value, type):
             for name, attribute in attributes:
@@ -565,6 +585,7 @@ Walk.visitors = {
 }
 # Whether these are constants depends on what they hold.
 _PERHAPS_CONSTANT = (np.ndarray, np.generic, slice, frozenset)
+_SHARED = (type, types.ModuleType, enum.Enum)
 _GETTERS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
 

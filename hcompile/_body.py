@@ -26,24 +26,19 @@ from ._reuse import NotReusableError, python_function
 CHECKS_HITS = os.environ.get("HCOMPILE_CHECK") == "1"
 
 
-def finish(
-    name: str,
-    jaxpr: Any,
-    spec: OutSpec,
-    options: RegionOptions,
-    twins: Twins,
-    arrays: Sequence[Any],
+def trace(
+    name: str, captured: Captured, options: RegionOptions, arrays: Sequence[Any], twins: Twins
 ) -> Outcome:
-    """What a traced body of region ``name`` gives on these arrays, and what reuse needs of it."""
-    forms = Canonicalizer(keep_rules=True)
+    """Traces a call of region ``name``, with ``arrays`` in place of its own.
+
+    Raises:
+      NotReusableError: if what was traced holds for this call only.
+    """
+    jaxpr, spec = trace_to_jaxpr(captured, arrays)
     spec.form = normal_form(Canonicalizer(), jaxpr).form
-    spec.checked = jaxpr if CHECKS_HITS else None
-    spec.types = tuple(map(jax.typeof, arrays))
+    spec.exact = Canonicalizer().jaxpr(jaxpr) if CHECKS_HITS else None
     spec.where = _logs.user_frame()
-    if jaxpr.effects:
-        return Outcome(_with_residuals(jaxpr, options.residuals)(*arrays), spec)
-    spec.body = normal_form(forms, jaxpr, opens_calls=False)
-    return Outcome(twins.run(name, jaxpr, spec.body, forms, options, arrays), spec)
+    return Outcome(twins.run(name, jaxpr, options, arrays), spec)
 
 
 def trace_to_jaxpr(captured: Captured, arrays: Sequence[Any]) -> tuple[Any, OutSpec]:
@@ -58,7 +53,7 @@ def trace_to_jaxpr(captured: Captured, arrays: Sequence[Any]) -> tuple[Any, OutS
         fn, args, kwargs = captured.rebuild(arrays)
         result = fn(*args, **kwargs)
         _check_unchanged(fn, captured, Captured(fn, args, kwargs), captured.placed(arrays))
-        leaves, spec = split_result(result)
+        leaves, spec = _split_result(result)
         specs.append(spec)
         return leaves
 
@@ -95,7 +90,7 @@ def _is(a: Any, b: Any) -> bool:
 _CONSTANTS = (bool, int, float, complex, str, bytes, np.generic, np.ndarray)
 
 
-def split_result(result: Any) -> tuple[list[Any], OutSpec]:
+def _split_result(result: Any) -> tuple[list[Any], OutSpec]:
     leaves, treedef = jax.tree_util.tree_flatten(_without_dicts(result))
     arrays, constants = [], {}
     for i, leaf in enumerate(leaves):
@@ -166,15 +161,13 @@ class Twins:
         self._known: dict[Hashable, _Twin] = {}
 
     def run(
-        self,
-        name: str,
-        jaxpr: Any,
-        body: Body,
-        forms: Canonicalizer,
-        options: RegionOptions,
-        arrays: Sequence[Any],
+        self, name: str, jaxpr: Any, options: RegionOptions, arrays: Sequence[Any]
     ) -> Sequence[Any]:
-        """The results of a traced body, ``body`` being its normal form, on these arrays."""
+        """The results of a traced body on these arrays."""
+        if jaxpr.effects:
+            return _with_residuals(jaxpr, options.residuals)(*arrays)
+        forms = Canonicalizer(keep_rules=True)
+        body = normal_form(forms, jaxpr, opens_calls=False)
         twin = self._known.get(body.form)
         if twin is None or any(kind == "value" for kind, _ in body.results):
             if len(self._known) < _MAX_TWINS:
@@ -253,30 +246,19 @@ class OutSpec:
     Attributes:
       treedef: of the result.
       constants: leaves of the result that are no arrays, by position.
-      body: the body in normal form, its calls not opened; None if it has effects.
-      form: the form of the body with its calls opened.
-      checked: the closed jaxpr, for ``HCOMPILE_CHECK`` only.
-      types: of the arrays that it was traced for.
+      form: the body's normal form.
+      exact: its canonical form, for ``HCOMPILE_CHECK`` only.
       where: the user's line that it was traced for.
     """
 
-    __slots__ = ("body", "checked", "constants", "form", "treedef", "types", "where")
+    __slots__ = ("constants", "exact", "form", "treedef", "where")
 
     def __init__(self, treedef: Any, constants: dict[int, Any]):
         self.treedef = treedef
         self.constants = constants
-        self.body: Any = None
         self.form: Any = None
-        self.checked: Any = None
-        self.types: tuple = ()
+        self.exact: Any = None
         self.where = ""
-
-    def fits(self, other: OutSpec) -> bool:
-        """Whether another trace's result has the same tree and the same constants in it."""
-        mine, others = self.constants, other.constants
-        if self.treedef != other.treedef or mine.keys() != others.keys():
-            return False
-        return all(constant(mine[i]) == constant(others[i]) for i in mine)
 
     def unflatten(self, arrays: Sequence[Any]) -> Any:
         remaining = iter(arrays)

@@ -57,18 +57,11 @@ _BY_OPCODE = {
     "CONVERT_VALUE": _FORMATTERS,
 }
 # What code does without naming it.
-SUBSCRIPT, CATCH, MATCH = "<subscript>", "<except>", "<match>"
+SUBSCRIPT = "<subscript>"
 _PSEUDO_NAMES = {
     # Since 3.14 a subscript is one of the binary operations: all are taken for it there.
     "BINARY_OP" if sys.version_info >= (3, 14) else "BINARY_SUBSCR": SUBSCRIPT,
-    "CHECK_EXC_MATCH": CATCH,
-    "MATCH_CLASS": MATCH,
 }
-# Where code can go another way for an abstract value than for a number, and no error tells.
-ASKS_ABOUT_VALUES = frozenset({CATCH, MATCH, "__str__", "__repr__", "__format__"}) | frozenset(
-    """isinstance issubclass type __class__ hash id callable hasattr getattr isscalar
-    suppress""".split()
-)
 # Classes without state or methods of their own, which do not make an instance a library's.
 PURE_BASES = (object, abc.ABC, Generic, Protocol)
 

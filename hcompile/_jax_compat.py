@@ -10,7 +10,7 @@ import functools
 import itertools
 import operator
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -116,19 +116,12 @@ def split_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return getattr(jaxpr, "jaxpr", jaxpr), consts
 
 
-def close_jaxpr(
-    invars: Sequence[Any],
-    outvars: Sequence[Any],
-    eqns: Sequence[JaxprEqn],
-    constants: Mapping[Any, Any] = types.MappingProxyType({}),
-) -> Any:
-    """A closed jaxpr from its parts; ``constants`` are values by variable."""
+def close_jaxpr(invars: Sequence[Any], outvars: Sequence[Any], eqns: Sequence[JaxprEqn]) -> Any:
+    """A closed jaxpr without constants from its parts."""
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
     ins, outs = ("",) * len(invars), ("",) * len(outvars)
     info = jex.DebugInfo("hcompile", "a part of the program", ins, outs)
-    constvars, consts = tuple(constants), tuple(constants.values())
-    opened = Jaxpr(constvars, tuple(invars), tuple(outvars), tuple(eqns), effects, info)
-    return ClosedJaxpr(opened, consts)
+    return ClosedJaxpr(Jaxpr((), tuple(invars), tuple(outvars), tuple(eqns), effects, info), ())
 
 
 def input_avals(jaxpr: Any) -> list[Any]:
@@ -147,11 +140,6 @@ def literal_value(literal: Any) -> Any:
     """What to pass for a literal: a Python number if it is weakly typed."""
     value = np.asarray(literal.val, literal.aval.dtype)
     return value.item() if getattr(literal.aval, "weak_type", False) else value
-
-
-def is_float(dtype: Any) -> bool:
-    """Whether ``dtype`` is a floating point type, bfloat16 and its like included."""
-    return bool(jax.numpy.issubdtype(dtype, jax.numpy.floating))
 
 
 def abstract_argument(aval: Any) -> jax.ShapeDtypeStruct:
@@ -258,6 +246,35 @@ def lowered_params(eqn: JaxprEqn) -> dict[str, Any]:
     return params
 
 
+# What places values on a mesh; a part of a program compiled for one device cannot.
+_PLACING = frozenset(
+    "sharding_constraint shard_map mesh_cast reshard layout_constraint device_put".split()
+)
+
+
+def places_values(jaxpr: Any) -> str | None:
+    """The primitive in a jaxpr that says where its values live, if there is one."""
+    for eqn in split_jaxpr(jaxpr)[0].eqns:
+        if eqn.primitive.name in _PLACING and _names_devices(eqn.params):
+            return eqn.primitive.name
+        found = next(filter(None, map(places_values, sub_jaxprs(eqn))), None)
+        if found is not None:
+            return found
+    return None
+
+
+def _names_devices(params: dict[str, Any]) -> bool:
+    """Whether a mesh or a sharding among an equation's parameters has several devices."""
+    values = [v for p in params.values() for v in (p if isinstance(p, (tuple, list)) else (p,))]
+    for value in values:
+        mesh = getattr(value, "mesh", value)
+        if isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)) and mesh.size > 1:
+            return True
+        if isinstance(value, jax.sharding.Sharding) and value.num_devices > 1:
+            return True
+    return False
+
+
 def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Any]:
     """Every jaxpr among the parameters of ``eqn``."""
     return iter(jex.jaxprs_in_params(eqn.params))
@@ -341,12 +358,15 @@ def _fields(value: Any) -> list[Any]:
     return [*found, *getattr(value, "__dict__", {}).values()]
 
 
+_TRACES = (jax.core.Trace,)
+
+
 def _reaches_tracer(value: Any, seen: set[int]) -> bool:
     """Looks through containers, closures, defaults and JAX's wrapped functions."""
     if isinstance(value, jax.core.Tracer):
         return True
-    if id(value) in seen:
-        return False
+    if id(value) in seen or isinstance(value, _TRACES):
+        return False  # a trace leads to the whole program that is traced
     seen.add(id(value))
     parts: list[Any] = []
     if isinstance(value, (list, tuple)):

@@ -347,6 +347,9 @@ class Lowered:
         if jaxpr.effects:
             effects = ", ".join(sorted(map(str, jaxpr.effects)))
             raise _CannotSplit(f"it has effects ({effects})")
+        placing = _jax_compat.places_values(jaxpr)
+        if placing is not None:
+            raise _CannotSplit(f"it holds a {placing} over several devices")
         if _jax_compat.looks_for_nans():
             raise _CannotSplit("jax_debug_nans looks inside the whole program")
         if len(jaxpr.invars) != len(self._traced._signature.leaves):

@@ -125,15 +125,17 @@ def checked_mark(options: Any, max_reuse_entries: Any, reuse_hash_fn: Any) -> Ma
 # colon.
 _PREFIX = "region:"
 _with_compiler_options: list[RegionOptions] = []
+_numbers: dict[RegionOptions, int] = {}
 
 
 def jit_name(region: str, options: RegionOptions) -> str:
     """The name of the jitted function that stands for ``region`` in a jaxpr."""
     if not options.has_compiler_options:
         return _PREFIX + region
-    if options not in _with_compiler_options:
+    number = _numbers.setdefault(options, len(_numbers))
+    if number == len(_with_compiler_options):
         _with_compiler_options.append(options)
-    return f"{_PREFIX}{_with_compiler_options.index(options)}:{region}"
+    return f"{_PREFIX}{number}:{region}"
 
 
 def is_region_name(name: str) -> bool:

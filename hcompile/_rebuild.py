@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import operator
 import struct
 import types
 import weakref
@@ -81,13 +82,23 @@ def contents(value: Any) -> Any:
     return instance_attributes(value)
 
 
+def _is_same(value: Any, contents: Any) -> bool:
+    if list(value) != list(contents):
+        return False
+    if isinstance(value, set):
+        return True
+    return all(map(operator.is_, value.values(), contents.values()))
+
+
 def restore_contents(value: Any, contents: Any) -> None:
     """Makes a mutable value what it was."""
     if isinstance(value, list):
-        value[:] = contents
+        if len(value) != len(contents) or not all(map(operator.is_, value, contents)):
+            value[:] = contents
     elif isinstance(value, (dict, set)):
-        value.clear()
-        value.update(contents)
+        if not _is_same(value, contents):  # never emptied for nothing: others may read it
+            value.clear()
+            value.update(contents)
     elif isinstance(value, np.ndarray):
         if value.flags.writeable:
             value[...] = contents

@@ -14,28 +14,17 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, overload
 
 import jax
 import numpy as np
 
 from . import _body, _errors, _jax_compat, _logs
-from ._bodies import normal_form
 from ._canonical import Canonicalizer, difference
 from ._capture import Captured, UnknownLeafError
 from ._code import SUBSCRIPT
 from ._fingerprint import integers
-from ._general import (
-    Generals,
-    Holes,
-    agrees,
-    allows_holes,
-    generalised,
-    holes_between,
-    with_holes,
-)
-from ._numbers import NoMatchError, Slot
 from ._options import Mark, RegionOptions, checked_mark, jit_name
 from ._reuse import (
     Miss,
@@ -236,10 +225,6 @@ class _Call:
         self.captured: Any = None
         self.miss: Miss | None = None
         self.traced = False
-        self.plain: Any = None  # the call's own jaxpr and result, once traced
-        self.lifted: Any = None  # the jaxpr with its numbers as inputs
-        self.holes: Holes = ()
-        self.numbers: Sequence[Any] = ()
 
     def run(self) -> Any:
         key = function_key(self.fn)
@@ -272,101 +257,23 @@ class _Call:
         facts = self._facts()
         start = time.perf_counter()
         entry = _cache.find(self.key, facts)
-        values: Sequence[Any] = ()
-        if entry is None:
-            entry, values = self._find_general(facts)
         is_new = entry is None
         if entry is None:
-            recent = _cache.recent(self.key)
-            self.miss = self._explain(recent[0] if recent else None, facts)
-            entry, values = self._make_entry(recent, facts)
+            self.miss = self._explain(_cache.latest(self.key), facts)
+            entry = ReuseEntry(facts, _new_body(self.name, self.mark))
         start = self._spend("lookup", start)
-        try:
-            outcome = self._call(entry, values)
-        except NoMatchError:  # in another of JAX's contexts, the numbers are constants
-            entry, is_new = ReuseEntry(facts, _new_body(self.name, self.mark)), True
-            outcome = self._call(entry, ())
-        self._spend("stamp_out", start)
-        if is_new:
-            _cache.add(self.key, entry)
-        if self.traced:
-            entry.spec = outcome.spec
-        self._record(outcome.spec)
-        return outcome
-
-    def _call(self, entry: ReuseEntry, values: Sequence[Any]) -> _body.Outcome:
-        self.entry = entry
         _active.calls.append(self)
         try:
             if self.mark.options.on_reuse_limit == "inline" and self.program is not None:
-                self._check_room(entry.jitted.eval_shape(*self.captured.arrays, *values).spec)
-            return entry.jitted(*self.captured.arrays, *values)
+                self._check_room(entry.jitted.eval_shape(*self.captured.arrays).spec)
+            outcome = entry.jitted(*self.captured.arrays)
         finally:
             _active.calls.pop()
-
-    # Entries whose numbers are inputs.
-
-    def _generals(self) -> Generals:
-        return _cache.companion(self.key, Generals)
-
-    def _find_general(self, facts: tuple) -> tuple[ReuseEntry | None, Sequence[Any]]:
-        for holes, masked, numbers in self._generals().candidates(facts):
-            entry = _cache.find(self.key, (self._types, masked))
-            values = None if entry is None else _values(entry.slots, numbers)
-            if values is not None:
-                self.holes, self.numbers = holes, numbers
-                return entry, values
-        return None, ()
-
-    @functools.cached_property
-    def _types(self) -> tuple:
-        return tuple(map(jax.typeof, self.captured.arrays))
-
-    def _make_entry(
-        self, recent: list[ReuseEntry], facts: tuple
-    ) -> tuple[ReuseEntry, Sequence[Any]]:
-        """An entry for a call that none serves: with its numbers as inputs if that can be."""
-        if self.mark.reuse_hash_fn is None and allows_holes(self.captured):
-            for old in recent:
-                holes = holes_between(old.facts, facts) if old.slots is None else ()
-                if holes:
-                    made = self._make_general(old, holes, facts)
-                    if made is not None:
-                        return made
-                    break
-        return ReuseEntry(facts, _new_body(self.name, self.mark)), ()
-
-    def _make_general(
-        self, old: ReuseEntry, holes: Holes, facts: tuple
-    ) -> tuple[ReuseEntry, Sequence[Any]] | None:
-        """An entry for this call and ``old``'s, if their bodies are one but for the numbers."""
-        found, before = with_holes(facts, holes), with_holes(old.facts, holes)
-        if found is None or before is None or old.spec is None or old.spec.types != self._types:
-            return None
-        if self._generals().is_refused(found[0]):
-            return None
-        masked, self.numbers = found
-        self.holes = holes
-        start = time.perf_counter()
-        self.plain = _body.trace_to_jaxpr(self.captured, self.captured.arrays)
-        try:
-            lifted, slots = self._lift(self.captured.arrays)
-            values = _values(slots, self.numbers)
-            if values is None or not agrees(lifted, slots, old.spec.body, before[1]):
-                raise NoMatchError("an earlier body is another")
-        except NoMatchError as error:
-            _logs.reuse.debug("%s: numbers stay constants: %s", self.name, error)
-            self._generals().refuse(masked)
-            return None
-        finally:
-            self._spend("trace", start)
-        self.lifted = lifted
-        self._generals().add(holes)
-        masked = (self._types, masked)  # another dtype gives the literals another type
-        return ReuseEntry(masked, _new_body(self.name, self.mark), slots, facts), values
-
-    def _lift(self, arrays: Sequence[Any]) -> tuple[Any, Any]:
-        return generalised(self.captured, self.holes, self.numbers, arrays, self.plain)
+            self._spend("stamp_out", start)
+        if is_new:
+            _cache.add(self.key, entry)
+        self._record(outcome.spec)
+        return outcome
 
     def _explain(self, latest: ReuseEntry | None, facts: tuple) -> Miss:
         if self.mark.reuse_hash_fn is not None:
@@ -408,26 +315,12 @@ class _Call:
             _warn_once(self.name, self.mark.options)
         start = time.perf_counter()
         try:
-            return self._trace(arrays)
+            twins = _cache.companion(self.key, _body.Twins)
+            return _body.trace(self.name, self.captured, self.mark.options, arrays, twins)
         finally:
             took = self._spend("trace", start) - start
             for stats in self.stats:
                 stats.seconds["stamp_out"] -= took  # which is around it
-
-    def _trace(self, values: Sequence[Any]) -> _body.Outcome:
-        own = values[: len(self.captured.arrays)]
-        if self.plain is None or tuple(map(jax.typeof, own)) != self._types:
-            self.plain = _body.trace_to_jaxpr(self.captured, own)
-            self.lifted = None
-        jaxpr, spec = self.plain
-        if self.entry.slots is not None:
-            if self.lifted is None:  # for other types than those it was lifted for
-                self.lifted, slots = self._lift(own)
-                if slots != self.entry.slots:
-                    raise NoMatchError("the numbers are used in another way")
-            jaxpr = self.lifted
-        twins = _cache.companion(self.key, _body.Twins)
-        return _body.finish(self.name, jaxpr, spec, self.mark.options, twins, values)
 
     # What is told about a call.
 
@@ -440,8 +333,8 @@ class _Call:
         else:
             if _logs.reuse.isEnabledFor(logging.DEBUG):
                 _logs.reuse.debug("%s: hit [%s]", self.name, _logs.user_frame())
-            if spec.checked is not None:
-                self._check_hit(spec.checked)
+            if spec.exact is not None:
+                self._check_hit(spec)
         if spec.form not in self.stats[-1].bodies:
             self._count_body(spec)
 
@@ -470,22 +363,14 @@ class _Call:
         _logs.reuse.warning("%s: more than %d bodies", self.name, limit)
         return _errors.reuse_limit(self.name, limit, [(m.reason, str(m)) for m in known])
 
-    def _check_hit(self, served: Any) -> None:
+    def _check_hit(self, served: _body.OutSpec) -> None:
         """``HCOMPILE_CHECK``: the body that served this call is the one it would have."""
         again = Captured(self.fn, self.args, self.kwargs)
         jaxpr, _ = _body.trace_to_jaxpr(again, again.arrays)
-        forms = Canonicalizer()
-        if self.entry.slots is not None:
-            own = normal_form(forms, jaxpr, opens_calls=False)
-            same = agrees(served, self.entry.slots, own, self.numbers, keep_rules=False)
-            where = "a number is not used as it was"
-        else:
-            first, second = forms.jaxpr(served), forms.jaxpr(jaxpr)
-            same = first == second
-            where = "" if same else difference(first, second)
-        if not same:
-            line = self.entry.spec.where if self.entry.spec else "an unknown line"
-            raise _errors.reuse_check(self.name, line, _logs.user_frame(), where)
+        own = Canonicalizer().jaxpr(jaxpr)
+        if own != served.exact:
+            where = difference(served.exact, own)
+            raise _errors.reuse_check(self.name, served.where, _logs.user_frame(), where)
 
     def _in_line(self, reason: str) -> Any:
         if self.captured is not None:
@@ -504,14 +389,6 @@ class _Call:
         if self.mark.reuse_hash_fn is not None:
             raise _errors.hash_without_reuse(self.name, reason)
         return result
-
-
-def _values(slots: Sequence[Slot], numbers: Sequence[Any]) -> list[Any] | None:
-    """What slots hold for these numbers; None where the plain call has no such value."""
-    try:
-        return [slot.value(numbers) for slot in slots]
-    except ArithmeticError:
-        return None
 
 
 _warned: set[tuple[str, RegionOptions]] = set()

@@ -7,8 +7,6 @@ Flow of a call (``_region`` drives it):
    from different files can have equal code). Under it, ``facts`` (treespecs, constants, captured
    structure: the guards) name one ``ReuseEntry``. Facts were read a moment ago, from the live
    objects, so there is nothing stale to re-check.
-   Where facts differ from an earlier call's in numbers only, ``_general`` tries to make the numbers
-   inputs; then an entry with holes in their place serves every number.
 3. *Stamp out*: the entry's jitted body is called with this call's arrays. JAX's own cache decides
    whether these shapes, dtypes, shardings and contexts were traced before; if not, it runs the
    entry's body, which traces *this* call. Hence an entry needs no function to trace later, and
@@ -49,7 +47,6 @@ from ._capture import Captured
 from ._fingerprint import Same, Tag, constant, is_constant
 
 MAX_ENTRIES = 1024
-_MAX_RECENT = 8
 _T = TypeVar("_T")
 
 
@@ -58,31 +55,14 @@ class NotReusableError(Exception):
 
 
 class ReuseEntry:
-    """One set of facts, and the jitted body that serves every call with equal facts.
+    """One set of facts, and the jitted body that serves every call with equal facts."""
 
-    Attributes:
-      facts: numbers that became inputs have a ``Hole`` in their place.
-      jitted: takes the call's arrays, then the values of ``slots``.
-      example: the facts of the call that it was made for.
-      slots: the inputs that come from numbers; None if the facts hold all numbers.
-      spec: of the body that was traced last.
-    """
+    __slots__ = ("facts", "jitted", "place")
 
-    __slots__ = ("example", "facts", "jitted", "place", "slots", "spec")
-
-    def __init__(
-        self,
-        facts: tuple[Hashable, ...],
-        jitted: Any,
-        slots: Any = None,
-        example: tuple[Hashable, ...] | None = None,
-    ):
+    def __init__(self, facts: tuple[Hashable, ...], jitted: Any):
         self.facts = facts
-        self.example = example or facts
-        self.place: Any = None  # its key in the cache
         self.jitted = jitted
-        self.slots = slots
-        self.spec: Any = None
+        self.place: Any = None  # its key in the cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,9 +211,7 @@ class ReuseCache:
         self._entries: collections.OrderedDict[tuple[Any, Hashable], ReuseEntry] = (
             collections.OrderedDict()
         )
-        self._recent: collections.OrderedDict[Any, collections.deque[ReuseEntry]] = (
-            collections.OrderedDict()
-        )
+        self._latest: collections.OrderedDict[Any, ReuseEntry] = collections.OrderedDict()
         self._companions: collections.OrderedDict[Any, dict[Any, Any]] = collections.OrderedDict()
 
     def find(self, key: tuple[Any, Hashable], facts: tuple[Hashable, ...]) -> ReuseEntry | None:
@@ -243,9 +221,9 @@ class ReuseCache:
                 self._entries.move_to_end(entry.place)
             return entry
 
-    def recent(self, key: tuple[Any, Hashable]) -> list[ReuseEntry]:
-        """Entries last added for a function, the latest first."""
-        return list(self._recent.get(key, ()))
+    def latest(self, key: tuple[Any, Hashable]) -> ReuseEntry | None:
+        """The entry last added for a function: what a miss is explained against."""
+        return self._latest.get(key)
 
     def companion(self, key: tuple[Any, Hashable], make: Callable[[], _T]) -> _T:
         """Something that is kept with a key's entries: made at the first call, one a function."""
@@ -266,10 +244,9 @@ class ReuseCache:
             entry.place = (key, entry.facts)
             self._entries.pop(entry.place, None)
             self._entries[entry.place] = entry
-            recent = self._recent.setdefault(key, collections.deque(maxlen=_MAX_RECENT))
-            recent.appendleft(entry)
+            self._latest[key] = entry
             _bound(self._entries)
-            _bound(self._recent)
+            _bound(self._latest)
 
     def drop(self, wanted: Callable[[tuple[Any, Hashable]], bool]) -> None:
         """Forgets the entries of the keys that ``wanted`` holds for."""
@@ -279,7 +256,7 @@ class ReuseCache:
     def _drop(self, wanted: Callable[[tuple[Any, Hashable]], bool]) -> None:
         for entry in [e for e in self._entries if wanted(e[0])]:
             del self._entries[entry]
-        for table in (self._recent, self._companions):
+        for table in (self._latest, self._companions):
             for key in [k for k in table if wanted(k)]:
                 del table[key]
 
@@ -333,7 +310,7 @@ def explain_miss(
     """The first fact in which a call differs from the latest cached one of its function."""
     if old is None:
         return Miss("first call", "first call", where)
-    *old_facts, old_settings = old.example
+    *old_facts, old_settings = old.facts
     *new_facts, settings = facts
     for index, (before, fact) in enumerate(itertools.zip_longest(old_facts, new_facts)):
         if before != fact:

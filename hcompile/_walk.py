@@ -255,6 +255,8 @@ class Walk:
         if not library:
             info = self._note_code(code, path)
             node.mutable = info.writes_cells
+            if info.writes_cells and not replaceable:
+                raise UnknownLeafError(f"{render(path)} assigns a variable of an outer function")
             visible = [n for n in info.global_names if n in namespace]
             imported = [(("import", n), self._imported(n, path)) for n in info.imports]
             for name, attribute in info.impure_attributes:

@@ -426,10 +426,20 @@ def cube(x):
 cube.defjvp(lambda primals, tangents: (cube(*primals), 3 * primals[0] ** 2 * tangents[0]))
 
 
+@jax.custom_vjp
+def square(x):
+    return x**2
+
+
+square.defvjp(lambda x: (square(x), x), lambda x, g: (2 * x * g,))
+
+
 @pytest.mark.xfail(
-    strict=True, reason="the rule of a custom_jvp reaches tracers of the program through its trace"
+    strict=True, reason="a custom rule reaches tracers of the program through the trace it holds"
 )
-@pytest.mark.parametrize("activation", [jax.nn.relu, cube], ids=["relu", "own custom_jvp"])
+@pytest.mark.parametrize(
+    "activation", [jax.nn.relu, cube, square], ids=["relu", "custom_jvp", "custom_vjp"]
+)
 def test_c50_a_block_with_a_custom_rule_after_other_work(activation):
     """An expert with such an activation is called after an equation of the program: one body."""
 

@@ -51,7 +51,8 @@ _layouts: weakref.WeakKeyDictionary[type, list[str] | None] = weakref.WeakKeyDic
 
 
 def _layout(kind: type) -> list[str] | None:
-    if any(not base.__flags__ & _IS_HEAP_TYPE for base in kind.__mro__[:-1]):
+    built_in = {base for base in kind.__mro__[:-1] if not base.__flags__ & _IS_HEAP_TYPE}
+    if built_in - {types.SimpleNamespace}:
         return None  # a subclass of float holds a number besides
     slots = _slots(kind)
     hidden = kind.__basicsize__ - object.__basicsize__ - _POINTER * len(slots)

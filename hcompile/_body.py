@@ -166,12 +166,11 @@ class Twins:
         """The results of a traced body on these arrays."""
         if jaxpr.effects:
             return _with_residuals(jaxpr, options.residuals)(*arrays)
-        forms = Canonicalizer(keep_rules=True)
-        body = normal_form(forms, jaxpr, opens_calls=False)
+        body = normal_form(Canonicalizer(keep_rules=True), jaxpr, opens_calls=False)
         twin = self._known.get(body.form)
         if twin is None or any(kind == "value" for kind, _ in body.results):
             if len(self._known) < _MAX_TWINS:
-                self._known[body.form] = _Twin(body, forms)
+                self._known[body.form] = _Twin(body.sources)
             return _with_residuals(jaxpr, options.residuals)(*arrays)
         outputs = twin.call(body, options, name, arrays)
         return [outputs[i] if kind == "output" else arrays[i] for kind, i in body.results]
@@ -181,43 +180,42 @@ _MAX_TWINS = 64
 
 
 class _Twin:
-    """A body in normal form, and its jitted versions by which literals are inputs."""
+    """A body that was traced more than once, in jitted versions by which literals are inputs.
 
-    def __init__(self, first: Body, forms: Canonicalizer):
-        self._first = first
-        self._forms = forms
+    Of the first trace only the sources are kept: its jaxpr would keep the function alive.
+    """
+
+    def __init__(self, sources: tuple[Any, ...]):
+        self._sources = sources
         self._varying: frozenset[int] = frozenset()
         self._jitted: dict[frozenset[int], Any] = {}
 
     def call(
         self, body: Body, options: RegionOptions, name: str, arrays: Sequence[Any]
     ) -> Sequence[Any]:
-        pairs = zip(self._first.sources, body.sources, strict=True)
-        self._varying |= {i for i, (mine, other) in enumerate(pairs) if not self._same(mine, other)}
+        pairs = enumerate(zip(self._sources, body.sources, strict=True))
+        self._varying |= {i for i, (mine, other) in pairs if not _is_same_source(mine, other)}
         varying = self._varying
+        fixed = {
+            i: source
+            for i, source in enumerate(self._sources)
+            if isinstance(source, _jax_compat.Literal) and i not in varying
+        }
         if varying not in self._jitted:
-            fixed = {
-                i: source
-                for i, source in enumerate(self._first.sources)
-                if isinstance(source, _jax_compat.Literal) and i not in varying
-            }
-            jaxpr = with_literals(self._first.jaxpr, fixed)
-            run = _with_residuals(jaxpr, options.residuals)
+            run = _with_residuals(with_literals(body.jaxpr, fixed), options.residuals)
             self._jitted[varying] = _jax_compat.make_jitted(
                 lambda *arrays: run(*arrays), jit_name(name, options)
             )
-        operands = [
-            _operand(source, arrays)
-            for i, source in enumerate(body.sources)
-            if i in varying or not isinstance(self._first.sources[i], _jax_compat.Literal)
-        ]
+        operands = [_operand(s, arrays) for i, s in enumerate(body.sources) if i not in fixed]
         return self._jitted[varying](*operands)
 
-    def _same(self, mine: Any, other: Any) -> bool:
-        if not isinstance(mine, _jax_compat.Literal):
-            return True  # an input either way
-        is_literal = isinstance(other, _jax_compat.Literal)
-        return is_literal and self._forms.literal(mine) == self._forms.literal(other)
+
+def _is_same_source(mine: Any, other: Any) -> bool:
+    """Whether two sources are no literals (an input either way), or equal ones."""
+    if not isinstance(mine, _jax_compat.Literal):
+        return True
+    literal = Canonicalizer().literal
+    return isinstance(other, _jax_compat.Literal) and literal(mine) == literal(other)
 
 
 def _operand(source: Any, arrays: Sequence[Any]) -> Any:

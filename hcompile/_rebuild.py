@@ -77,7 +77,7 @@ def instance_attributes(value: Any) -> dict[str, Any] | None:
 
 
 def contents(value: Any) -> Any:
-    """What ``restore_contents`` needs to put a mutable value back."""
+    """What ``restore_contents`` needs to put a mutable value back; None if that cannot be."""
     if isinstance(value, (list, dict, set, np.ndarray)):
         return value.copy()
     return instance_attributes(value)
@@ -93,6 +93,8 @@ def _is_same(value: Any, contents: Any) -> bool:
 
 def restore_contents(value: Any, contents: Any) -> None:
     """Makes a mutable value what it was."""
+    if contents is None:
+        return
     if isinstance(value, list):
         if len(value) != len(contents) or not all(map(operator.is_, value, contents)):
             value[:] = contents

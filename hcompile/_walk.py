@@ -381,8 +381,7 @@ class Walk:
         kind, (children, beside) = type(value), _flatten_one_level(value)
         node = self._add(value, replaceable, mutable=True)
         node.fill = fill_pytree
-        if instance_attributes(value) is not None:
-            self._remember_contents(value, replaceable)
+        self._remember_contents(value, replaceable)
         plain = beside is None or beside is kind  # a named tuple's is its class
         exact = None if plain else exact_key(beside)
         children = tuple(children)

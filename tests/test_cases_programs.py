@@ -435,9 +435,6 @@ def square(x):
 square.defvjp(lambda x: (square(x), x), lambda x, g: (2 * x * g,))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a custom rule reaches tracers of the program through the trace it holds"
-)
 @pytest.mark.parametrize(
     "activation", [jax.nn.relu, cube, square], ids=["relu", "custom_jvp", "custom_vjp"]
 )

@@ -459,7 +459,7 @@ def test_c13_an_object_that_cannot_be_compared():
     body = lambda pair, x: x @ pair[1] + (pair[0].iterator is not None)
     check(chain(*[(thing, w) for w in weights(3)]), body, X)
     assert only()["inlined"] == 3
-    assert "unknown equality" in " ".join(only()["misses"])
+    assert "unknown equality" in " ".join(only()["explanations"])
 
 
 @pytest.mark.xfail(

@@ -112,7 +112,7 @@ def test_c21_a_module_that_assigns_an_enclosing_variable():
     check_marks(program, weights(3), X)
     assert count == 3
     assert only()["inlined"] == 3
-    assert "count" in " ".join(only()["misses"])
+    assert "count" in " ".join(only()["explanations"])
 
 
 PICKS = {

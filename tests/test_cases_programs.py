@@ -192,6 +192,11 @@ def test_c41_the_gradient_is_taken_and_applied_inside_the_step(remat):
     assert sum(part.kind == "region" and not part.shared for part in parts) == len(calls(inside))
 
 
+@pytest.mark.xfail(
+    jax.__version_info__ < (0, 11),
+    strict=True,
+    reason="JAX 0.10 takes each key with a slice of its own, which the glue does not share yet",
+)
 def test_c42_dropout_costs_at_most_twice():
     """With and without dropout, beside a region that draws nothing."""
 
